@@ -1,0 +1,56 @@
+"""What every test shares: skipping by hardware marker in one hook, Triton's interpreter without a GPU, poisoned `torch.empty`."""
+
+import os
+
+import pytest
+import torch
+
+HAS_CUDA_API = torch.cuda.is_available()
+
+# Triton reads this when its own library is imported and when a kernel is decorated, so it is set before any test module loads.
+if not HAS_CUDA_API:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _missing_hardware(marker: str) -> str | None:
+    """Why tests with this marker cannot run here, or None when they can."""
+    gpus = torch.cuda.device_count() if HAS_CUDA_API else 0
+    is_hip = torch.version.hip is not None
+    if marker == "gpu":
+        return None if gpus and not is_hip else "needs an NVIDIA GPU, none is visible"
+    if marker == "multi_gpu":
+        return None if gpus >= 2 and not is_hip else f"needs two NVIDIA GPUs, {0 if is_hip else gpus} visible"
+    if marker == "rocm":
+        return None if gpus and is_hip else "needs an AMD GPU and a +rocm build of PyTorch"
+    if marker == "npu":
+        npu = getattr(torch, "npu", None)
+        return None if npu is not None and npu.is_available() else "needs an Ascend NPU and torch_npu"
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    reasons = {marker: _missing_hardware(marker) for marker in ("gpu", "multi_gpu", "rocm", "npu")}
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason is not None and item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def poison_empty(monkeypatch):
+    """Fill what `torch.empty` and its relatives return with NaN, so that an element a kernel never wrote shows in the result."""
+
+    def poisoned(allocate):
+        def wrapper(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            if tensor.is_floating_point() or tensor.is_complex():
+                with torch.no_grad():
+                    tensor.fill_(float("nan"))
+            return tensor
+
+        return wrapper
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
