@@ -1,4 +1,4 @@
-"""What every test shares: skipping by hardware marker in one hook, Triton's interpreter without a GPU, poisoned `torch.empty`."""
+"""What every test shares: one hardware-skip hook, Triton's interpreter without a GPU, poisoned `torch.empty`."""
 
 import os
 
@@ -7,7 +7,7 @@ import torch
 
 HAS_CUDA_API = torch.cuda.is_available()
 
-# Triton reads this when its own library is imported and when a kernel is decorated, so it is set before any test module loads.
+# Triton reads this when its library is imported and when a kernel is decorated, so set it before any test module loads.
 if not HAS_CUDA_API:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def poison_empty(monkeypatch):
-    """Fill what `torch.empty` and its relatives return with NaN, so that an element a kernel never wrote shows in the result."""
+    """Fill what `torch.empty` and its relatives return with NaN: an element that a kernel never wrote then shows."""
 
     def poisoned(allocate):
         def wrapper(*args, **kwargs):

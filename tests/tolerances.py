@@ -3,8 +3,8 @@
 import torch
 
 # Relative L2 limits by what is compared, then by the dtype of the result.
-# fp32 sits a decade above its rounding step (6e-8) because a row sum reorders; fp16 and bf16 sit at one rounding of the result
-# (half a step is 2^-11 and 2^-8 at worst, so 4.9e-4 and 3.9e-3; the L2 mean over many elements is about 0.4 of that).
+# fp32 sits a decade above its rounding step (6e-8) because a row sum reorders; fp16 and bf16 sit at one rounding of the
+# result (half a step is 2^-11 and 2^-8 at worst, so 4.9e-4 and 3.9e-3; the L2 mean over many elements is 0.4 of that).
 TOLERANCES = {
     # one operator, native against its float64 formula or kernel against native
     "op": {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3},
@@ -28,7 +28,7 @@ def rel_error(a: torch.Tensor, b: torch.Tensor) -> float:
     """|a - b| / |b| in float64 (L2 over all elements); `b` is the reference.
 
     0.0 for equal or empty tensors, inf where only one of the two is finite or where `b` is all zero and `a` is not.
-    Unlike an absolute limit it means the same for outputs of any scale. Shapes must match: broadcasting would hide a mistake.
+    Unlike an absolute limit it means the same for outputs of any scale. Shapes must match: broadcasting hides mistakes.
     """
     if a.shape != b.shape:
         raise AssertionError(f"shapes differ: {tuple(a.shape)} against {tuple(b.shape)}")
