@@ -1,0 +1,1 @@
+"""Configuration and checkpoints: what every floor above may import."""
