@@ -1,0 +1,183 @@
+"""The Wan 2.1 VAE against itself (whole clip, streams) and against the official key layout."""
+
+import csv
+import itertools
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from telefuser.models.wan_video_vae import WanVideoVAE
+from tests.golden import golden_dir
+
+MEAN, STD = (0.1, -0.2, 0.3, -0.4), (0.5, 0.75, 1.0, 1.25)
+TINY = {"dim": 4, "z_dim": 4, "num_res_blocks": 1, "latents_mean": MEAN, "latents_std": STD}
+
+
+def random_vae(seed: int = 0, **overrides) -> WanVideoVAE:
+    """A tiny VAE with every parameter random: zero-initialised layers would hide a wrong wire."""
+    generator = torch.Generator().manual_seed(seed)
+    vae = WanVideoVAE(**(TINY | overrides))
+    with torch.no_grad():
+        for name, parameter in vae.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("gamma"):
+                parameter.copy_(1 + 0.1 * noise)
+            else:
+                parameter.copy_(noise * (0.1 if parameter.ndim == 1 else parameter[0].numel() ** -0.5))
+    return vae.eval()
+
+
+def random_video(frames: int, height: int = 16, width: int = 16, batch: int = 1, seed: int = 1) -> torch.Tensor:
+    return torch.rand(batch, 3, frames, height, width, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def random_latents(frames: int, height: int = 2, width: int = 2, seed: int = 2) -> torch.Tensor:
+    return torch.randn(1, 4, frames, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made under this mode hold at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._made = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self._made += [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        alive = [tensor for ref in self._made if (tensor := ref()) is not None]
+        self._made = [weakref.ref(tensor) for tensor in alive]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}
+        self.peak = max(self.peak, sum(storages.values()))
+        return out
+
+
+def test_published_size_has_the_official_keys_and_shapes():
+    if golden_dir() is None:
+        pytest.skip("reference data is absent: set TELEFUSER_GOLDEN")
+    with torch.device("meta"):
+        vae = WanVideoVAE()
+    with open(golden_dir() / "manifests" / "wan21_vae.tsv") as file:
+        official = {row["key"]: row["shape"] for row in csv.DictReader(file, delimiter="\t")}
+    assert {key: "x".join(map(str, value.shape)) for key, value in vae.state_dict().items()} == official
+
+
+def test_whole_clip_is_causal_with_the_first_frame_apart():
+    vae, video = random_vae(), random_video(9)
+    changed = video.clone()
+    changed[:, :, 5:] = 0
+    with torch.no_grad():
+        (mu, logvar), (mu_changed, _) = vae.encode_moments(video), vae.encode_moments(changed)
+        image, _ = vae.encode_moments(video[:, :, :1])
+        torch.testing.assert_close(mu_changed[:, :, :2], mu[:, :, :2], rtol=0, atol=1e-6)
+        assert not torch.allclose(mu_changed[:, :, 2], mu[:, :, 2], atol=1e-3)
+        torch.testing.assert_close(image, mu[:, :, :1], rtol=0, atol=1e-6)
+        assert logvar.shape == mu.shape
+
+        frames = vae.decode_raw(mu)
+        torch.testing.assert_close(vae.decode_raw(mu[:, :, :2]), frames[:, :, :5], rtol=0, atol=1e-5)
+
+
+def test_gradient_of_the_whole_clip_matches_finite_differences():
+    vae = random_vae(dim_mult=(1, 2, 2), temperal_downsample=(True, True)).double()
+    video = random_video(5, 8, 8).double().requires_grad_()
+
+    def loss() -> torch.Tensor:
+        mu, logvar = vae.encode_moments(video)
+        return vae.decode_raw(mu).square().mean() + (mu.square() + logvar.exp() - logvar).mean()
+
+    loss().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in vae.parameters())
+    for tensor in (video, vae.encoder.conv1.weight, vae.decoder.upsamples[2].time_conv.weight):
+        direction = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        with torch.no_grad():
+            tensor += 1e-6 * direction
+            above = loss()
+            tensor -= 2e-6 * direction
+            below = loss()
+            tensor += 1e-6 * direction
+        expected = ((above - below) / 2e-6).item()
+        assert (tensor.grad * direction).sum().item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("frames", range(1, 18))
+def test_streamed_encode_equals_the_whole_clip(frames):
+    vae, video = random_vae(), random_video(frames, batch=2)
+    whole = vae.encode(video, streaming=False)
+    assert whole.shape == (2, 4, 1 + (frames - 1) // 4, 2, 2)
+    for chunk_size in (1, 2, 3):
+        torch.testing.assert_close(vae.encode(video, chunk_size=chunk_size), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_latents", range(1, 6))
+def test_streamed_decode_equals_the_whole_clip(num_latents):
+    vae, latents = random_vae(), random_latents(num_latents)
+    whole = vae.decode(latents, streaming=False)
+    assert whole.shape == (1, 3, 1 + (num_latents - 1) * 4, 16, 16)
+    with torch.no_grad():
+        raw = vae.decode_raw(vae.denormalize(latents))
+    torch.testing.assert_close(whole, raw.clamp(-1, 1), rtol=0, atol=1e-6)
+    for chunk_size in (1, 2, 3):
+        torch.testing.assert_close(vae.decode(latents, chunk_size=chunk_size), whole, rtol=0, atol=1e-5)
+
+
+def test_interleaved_streams_do_not_disturb_each_other():
+    vae = random_vae()
+    first, second = random_latents(4), random_latents(4, 2, 3, seed=5)
+    video = random_video(9)
+    expected_first, expected_second, expected_latents = vae.decode(first), vae.decode(second), vae.encode(video)
+
+    pairs = []
+    for pair in itertools.zip_longest(vae.decode_chunks(first), vae.decode_chunks(second, chunk_size=2)):
+        pairs.append(pair)
+        assert torch.equal(vae.encode(video), expected_latents)
+    assert torch.equal(torch.cat([frames for frames, _ in pairs], dim=2), expected_first)
+    got_second = torch.cat([frames for _, frames in pairs if frames is not None], dim=2)
+    torch.testing.assert_close(got_second, expected_second, rtol=0, atol=1e-5)
+
+
+def test_memory_of_a_stream_does_not_grow_with_the_frames():
+    vae = random_vae()
+    decode_peaks, encode_peaks = [], []
+    for num_latents in (2, 3, 11):  # 5, 9 and 41 frames
+        latents, video = random_latents(num_latents, 4, 4), random_video(num_latents * 4 - 3, 32, 32)
+        with PeakBytes() as decoding:
+            for frames in vae.decode_chunks(latents):
+                assert not frames.requires_grad
+            del frames
+        with PeakBytes() as encoding:
+            vae.encode(video)
+        decode_peaks.append(decoding.peak)
+        encode_peaks.append(encoding.peak - video.nbytes)
+    # The last caches fill with the third latent frame.
+    assert decode_peaks[2] == decode_peaks[1] <= 1.1 * decode_peaks[0]
+    assert encode_peaks[2] <= encode_peaks[0] + 2 * random_latents(11, 4, 4).nbytes  # the result itself grows
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda vae: vae.encode(torch.zeros(1, 3, 5, 20, 16)), "16x20 must be divisible by 8"),
+        (lambda vae: vae.encode(torch.zeros(3, 5, 16, 16)), r"\[B, 3, F, H, W\].*\(3, 5, 16, 16\)"),
+        (lambda vae: vae.encode(torch.zeros(1, 3, 5, 16, 16, dtype=torch.uint8)), "uint8"),
+        (lambda vae: vae.encode(torch.zeros(1, 3, 0, 16, 16)), r"\(1, 3, 0, 16, 16\)"),
+        (lambda vae: vae.encode(torch.zeros(1, 3, 5, 16, 16), chunk_size=0), "chunk_size must be at least 1"),
+        (lambda vae: vae.decode(torch.zeros(1, 16, 2, 2, 2)), r"\[B, 4, F, H, W\].*\(1, 16, 2, 2, 2\)"),
+        (lambda vae: vae.decode_chunks(torch.zeros(4, 2, 2, 2)), r"\(4, 2, 2, 2\)"),
+        (lambda vae: vae.decode_chunks(torch.zeros(1, 4, 2, 2, 2), chunk_size=-1), "got -1"),
+        (
+            lambda vae: WanVideoVAE(dim=4, z_dim=4, latents_mean=(0.0,) * 16),
+            "one value for each of the 4 latent channels, got 16",
+        ),
+        (lambda vae: WanVideoVAE(dim=4, z_dim=2, latents_std=(1.0, 0.0)), "latents_std must be positive"),
+        (lambda vae: WanVideoVAE(dim=4, dim_mult=(1, 2)), "2 stages need 1 temperal_downsample"),
+        (lambda vae: WanVideoVAE(dim=0), "at least 1"),
+        (lambda vae: WanVideoVAE(dim=4, attn_scales=(0.5,)), "attn_scales"),
+    ],
+)
+def test_bad_input_is_refused_with_a_reason(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(random_vae())
