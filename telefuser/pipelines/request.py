@@ -1,0 +1,186 @@
+"""What a user asks for, checked once: the pipeline and the command line both call `validate_request`, before weights
+are loaded, so that a wrong number costs a second and not a run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from telefuser.schedulers import SCHEDULERS
+
+# The VAE shrinks an edge 8 times and the transformer takes patches of 2 x 2 latents; time shrinks 4 times.
+SIZE_MULTIPLE = 16
+FRAME_MULTIPLE = 4
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A checked request: one entry of `prompts`, `negative_prompts` and `seeds` a video, the rest shared."""
+
+    prompts: tuple[str, ...]
+    negative_prompts: tuple[str, ...]
+    seeds: tuple[int, ...]
+    height: int
+    width: int
+    num_frames: int
+    steps: int
+    guidance: float
+    shift: float
+    scheduler: str
+
+    def latent_shape(self, channels: int) -> tuple[int, int, int, int]:
+        """[channels, frames, height, width] of one video's latents."""
+        return channels, (self.num_frames - 1) // FRAME_MULTIPLE + 1, self.height // 8, self.width // 8
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """(width, height) of a size such as "832x480" or "832*480": width first. ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+)\s*[x*×]\s*(\d+)\s*", text, flags=re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"size {text!r} is not WIDTHxHEIGHT, for example 832x480")
+    return int(match[1]), int(match[2])
+
+
+def validate_request(
+    defaults: Mapping[str, Any],
+    prompt: str | Sequence[str],
+    negative_prompt: str | Sequence[str] | None = None,
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    shift: float | None = None,
+    seed: int | Sequence[int | None] | None = None,
+    scheduler: str | None = None,
+) -> GenerationRequest:
+    """Check a request and fill what it leaves open from the checkpoint's `defaults` (keys as the parameters here).
+
+    Args:
+        prompt: one prompt or a non-empty list of them; none may be blank.
+        negative_prompt: one for all, or a list with one a prompt; may be empty.
+        height, width: multiples of 16.
+        num_frames: 4n + 1.
+        steps: at least 1.
+        guidance: finite, at least 0; 1 turns guidance off.
+        shift: finite, above 0.
+        seed: 0 to 2**63 - 1 for all prompts, or a list with one a prompt. None and -1 draw one a prompt.
+        scheduler: a key of `telefuser.schedulers.SCHEDULERS`.
+
+    Raises:
+        ValueError: naming the value, the limit and the nearest legal value.
+    """
+
+    def chosen(name: str, value: Any) -> Any:
+        return defaults[name] if value is None else value
+
+    prompts = _prompts(prompt)
+    height, width = _size(chosen("height", height), chosen("width", width))
+    scheduler = chosen("scheduler", scheduler)
+    if scheduler not in SCHEDULERS:
+        raise ValueError(f"unknown scheduler {scheduler!r}: choose one of {', '.join(SCHEDULERS)}")
+    return GenerationRequest(
+        prompts=prompts,
+        negative_prompts=_negative_prompts(chosen("negative_prompt", negative_prompt), len(prompts)),
+        seeds=_seeds(seed, len(prompts)),
+        height=height,
+        width=width,
+        num_frames=_num_frames(chosen("num_frames", num_frames)),
+        steps=_integer("steps", chosen("steps", steps), 1),
+        guidance=_number("guidance", chosen("guidance", guidance), positive=False),
+        shift=_number("shift", chosen("shift", shift), positive=True),
+        scheduler=scheduler,
+    )
+
+
+def _prompts(prompt: str | Sequence[str]) -> tuple[str, ...]:
+    prompts = _each("prompt", prompt, str)
+    if not prompts:
+        raise ValueError("the list of prompts is empty: give at least one prompt")
+    for i, text in enumerate(prompts):
+        if not isinstance(text, str):
+            raise ValueError(f"prompt {i + 1} is a {type(text).__name__}, not a string")
+        if not text.strip():
+            raise ValueError(f"prompt {i + 1} of {len(prompts)} is empty: say what the video should show")
+    return prompts
+
+
+def _negative_prompts(negative_prompt: str | Sequence[str], count: int) -> tuple[str, ...]:
+    if isinstance(negative_prompt, str):
+        return (negative_prompt,) * count
+    negatives = _each("negative prompt", negative_prompt, str)
+    if len(negatives) != count:
+        raise ValueError(
+            f"{len(negatives)} negative prompts for {count} prompts: give one for all (a string) or one each"
+        )
+    for text in negatives:
+        if not isinstance(text, str):
+            raise ValueError(f"a negative prompt is a {type(text).__name__}, not a string")
+    return negatives
+
+
+def _size(height: int, width: int) -> tuple[int, int]:
+    height, width = _integer("height", height), _integer("width", width)
+    nearest = tuple(max(round(edge / SIZE_MULTIPLE), 1) * SIZE_MULTIPLE for edge in (width, height))
+    if (width, height) != nearest:
+        raise ValueError(
+            f"size {width}x{height} (width x height): both must be positive multiples of {SIZE_MULTIPLE}, "
+            f"the nearest such size is {nearest[0]}x{nearest[1]}"
+        )
+    return height, width
+
+
+def _num_frames(num_frames: int) -> int:
+    num_frames = _integer("number of frames", num_frames)
+    nearest = max(round((num_frames - 1) / FRAME_MULTIPLE), 0) * FRAME_MULTIPLE + 1
+    if num_frames != nearest:
+        raise ValueError(f"{num_frames} frames: the number must be 4n + 1, the nearest is {nearest}")
+    return num_frames
+
+
+def _seeds(seed: int | Sequence[int | None] | None, count: int) -> tuple[int, ...]:
+    given = (seed,) * count if seed is None or isinstance(seed, int) else _each("seed", seed, int)
+    if len(given) != count:
+        raise ValueError(f"{len(given)} seeds for {count} prompts: give one for all or one each")
+    return tuple(_seed(value) for value in given)
+
+
+def _seed(value: int | None) -> int:
+    if value is None or value == -1:
+        return secrets.randbelow(2**32)
+    value = _integer("seed", value)
+    if not 0 <= value <= MAX_SEED:
+        raise ValueError(f"seed {value} is outside 0 to {MAX_SEED} (2**63 - 1); -1 draws one")
+    return value
+
+
+def _each(name: str, value: Any, single: type) -> tuple:
+    """A tuple of one value or of a list of them."""
+    if isinstance(value, single):
+        return (value,)
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    raise ValueError(f"{name} must be a {single.__name__} or a list of them, got {value!r}")
+
+
+def _integer(name: str, value: Any, minimum: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    return value
+
+
+def _number(name: str, value: Any, positive: bool) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if value < 0 or (positive and value == 0):
+        raise ValueError(f"{name} must be {'above 0' if positive else 'at least 0'}, got {value}")
+    return float(value)
