@@ -1,0 +1,135 @@
+"""Filling a model from weight files: built without memory for its parameters, then filled one by one, cast on the way.
+
+Peak host memory is one copy of the model, plus the largest tensor and a small mapping.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from telefuser.core.weight_files import FLOATING, CheckpointError, WeightSet, brief
+
+KeyTranslation = Callable[[str], str | None]
+
+
+@contextlib.contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Within it, modules get their parameters on the meta device while buffers and plain tensors stay real.
+
+    `with torch.device("meta")` would take non-persistent buffers along (rotary tables, latent statistics), and no
+    checkpoint holds those. An initialiser that runs after registration works on the meta parameter and costs nothing.
+    """
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def load_model(
+    build: Callable[[], nn.Module],
+    files: WeightSet | Iterable[Path],
+    *,
+    dtype: torch.dtype | None,
+    fp32_fragments: Iterable[str] = (),
+    device: torch.device | str = "cpu",
+    key_map: KeyTranslation | None = None,
+) -> nn.Module:
+    """Builds a model and fills every parameter from weight files; returns it in eval mode, without gradients.
+
+    build: makes the model; runs inside `meta_parameters`.
+    files: a WeightSet or the paths of all files of this one model.
+    dtype: what parameters are cast to; None keeps each as stored.
+    fp32_fragments: a parameter whose name contains one of these becomes float32 whatever `dtype` says.
+    key_map: translates a key of the files to the model's; None for a key means that it is not expected.
+
+    Raises CheckpointError when keys or shapes differ in any way (before data is read), for a dtype that holds no plain
+    numbers, and for NaN or infinity in a tensor, each with file and key. A model is never filled in part.
+    """
+    weights = files if isinstance(files, WeightSet) else WeightSet(files)
+    with meta_parameters():
+        model = build()
+    targets = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    targets |= {name: buffer.shape for name, buffer in _persistent_buffers(model).items()}
+    names = match_keys(weights, {name: tuple(shape) for name, shape in targets.items()}, key_map)
+    fragments = tuple(fp32_fragments)
+    for key, tensor in weights.tensors():
+        name = names.get(key)
+        if name is not None:
+            wanted = torch.float32 if any(part in name for part in fragments) else dtype or tensor.dtype
+            _assign(model, name, _materialise(tensor, wanted, device, key, weights.entries[key].file))
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_meta:
+            raise RuntimeError(f"{type(model).__name__} built buffer '{name}' on the meta device; give it data")
+        _assign(model, name, buffer.to(device))
+    return model.eval().requires_grad_(False)
+
+
+def match_keys(weights: WeightSet, expected: dict[str, tuple[int, ...]], key_map: KeyTranslation | None) -> dict:
+    """file key -> model key for every expected tensor; CheckpointError for the first way in which the two differ."""
+    names, unexpected, taken = {}, [], set()
+    for key in weights.entries:
+        name = key_map(key) if key_map else key
+        if name not in expected:
+            unexpected.append(key)
+        elif name in taken:
+            raise CheckpointError(f"{weights.entries[key].file}: '{key}' comes under two spellings. Keep one of them.")
+        else:
+            names[key] = name
+            taken.add(name)
+    missing = sorted(set(expected) - taken)
+    if missing or unexpected:
+        found = [f"{len(missing)} of {len(expected)} keys are missing ({brief(missing)})"] if missing else []
+        found += [f"{len(unexpected)} keys are not expected ({brief(unexpected)})"] if unexpected else []
+        raise CheckpointError(f"{weights.where}: {' and '.join(found)}. Use the files of one whole checkpoint.")
+    for key, name in names.items():
+        entry = weights.entries[key]
+        if entry.shape != expected[name]:
+            raise CheckpointError(
+                f"{entry.file}: '{key}' has shape {entry.shape}, the model needs {expected[name]}. "
+                "Use the config.json that belongs to these weights."
+            )
+        if entry.dtype not in FLOATING:
+            raise CheckpointError(
+                f"{entry.file}: '{key}' is {entry.dtype}: quantised. Use the bf16, fp16 or fp32 weights."
+            )
+    return names
+
+
+def _materialise(
+    tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | str, key: str, file: Path
+) -> torch.Tensor:
+    # An accelerator gets the stored bytes and casts them itself; on the CPU, `copy` keeps the mapping from living on.
+    on_cpu = torch.device(device).type == "cpu"
+    result = tensor.to(dtype, copy=True) if on_cpu else tensor.to(device).to(dtype)
+    # A sum is one pass without a temporary, and NaN or infinity always survive in it. The exact test, one byte an
+    # element, follows where the sum of finite values left the dtype's range.
+    if not torch.isfinite(result.sum()) and not torch.isfinite(result).all():
+        if torch.isfinite(tensor).all():
+            raise CheckpointError(f"{file}: '{key}' holds values beyond {dtype}. Load it as bfloat16 or float32.")
+        raise CheckpointError(f"{file}: '{key}' holds NaN or infinity. The file is damaged: download it again.")
+    return result
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    stored = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
+
+
+def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[leaf] = tensor
