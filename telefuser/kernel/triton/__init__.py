@@ -1,0 +1,22 @@
+"""The kernels' launchers, a module a family, each loaded on first use. Only `telefuser.ops` (and tests) call them."""
+
+import importlib
+
+_HOME = {
+    "activate": "activation",
+    "activate_and_mul": "activation",
+    "apply_rotary_embedding": "rotary",
+    "fused_scale_shift": "modulate",
+    "layer_norm": "normalization",
+    "rms_norm": "normalization",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    launcher = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = launcher
+    return launcher
