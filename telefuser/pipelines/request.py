@@ -11,12 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from telefuser.schedulers import SCHEDULERS
 
 # The VAE shrinks an edge 8 times and the transformer takes patches of 2 x 2 latents; time shrinks 4 times.
 SIZE_MULTIPLE = 16
 FRAME_MULTIPLE = 4
 MAX_SEED = 2**63 - 1
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,15 @@ def parse_size(text: str) -> tuple[int, int]:
     if match is None:
         raise ValueError(f"size {text!r} is not WIDTHxHEIGHT, for example 832x480")
     return int(match[1]), int(match[2])
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A dtype by its name or short name ("bf16", "fp16", "fp32"); None stays None. ValueError for other dtypes."""
+    if dtype is None or dtype in _DTYPES.values():
+        return dtype
+    if isinstance(dtype, str) and dtype.lower().removeprefix("torch.") in _DTYPES:
+        return _DTYPES[dtype.lower().removeprefix("torch.")]
+    raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
 
 
 def validate_request(

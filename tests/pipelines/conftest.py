@@ -40,6 +40,7 @@ def write_tokenizer(path: Path) -> None:
 
 def write_checkpoint(folder: Path, seed: int = 0) -> Path:
     """Every parameter drawn: also the head and the norms, which initialisers leave at 0 and 1."""
+    folder.mkdir(exist_ok=True)
     torch.manual_seed(seed)
     parts = {
         "diffusion_pytorch_model": WanModel.from_config(DIT),

@@ -1,0 +1,81 @@
+"""Where the models of a pipeline live: on the device, or on the host and on the device only while their stage runs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from telefuser import platforms
+
+logger = logging.getLogger(__name__)
+
+# What a run takes beside the weights, at 832x480 and 81 frames: the DiT's 32760 tokens need 2 GiB (1.3B) to 5 GiB
+# (14B), mostly its feed-forward, the VAE's last stage about 4 GiB in float32.
+WORKING_BYTES = 8 * 2**30
+
+
+def fits(device: torch.device, num_bytes: int) -> bool:
+    """Whether weights of that size can stay on `device` for a whole run. True on the CPU: there is no other place."""
+    if device.type == "cpu":
+        return True
+    return num_bytes + WORKING_BYTES <= platforms.platform_of(device).get_device_free_memory(device)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def text_device(encoder: nn.Module, device: torch.device) -> torch.device:
+    """`device`, or the CPU with a warning where not even the text encoder alone fits.
+
+    UMT5-XXL takes 11 GiB in bfloat16, and encoding a prompt once on the CPU costs seconds, not the run.
+    """
+    needed = weight_bytes(encoder)
+    if device.type == "cpu" or next(encoder.parameters()).device == device:
+        return device
+    free = platforms.platform_of(device).get_device_free_memory(device)
+    # A sixteenth more for its activations: 512 tokens are few.
+    if needed + needed // 16 <= free:
+        return device
+    logger.warning(
+        "the text encoder takes %.1f GiB and %s has %.1f GiB free: encoding the prompt on the CPU",
+        needed / 2**30, device, free / 2**30,
+    )  # fmt: skip
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within it, the parameters and buffers of `module` are on `device`; afterwards the original ones are back.
+
+    The copies are dropped, not copied back: weights do not change while they serve. A tensor that is on `device`
+    already stays, so for a resident module this does nothing.
+    """
+    originals = [
+        (slots, name, tensor)
+        for part in module.modules()
+        for slots in (part._parameters, part._buffers)
+        for name, tensor in slots.items()
+        if tensor is not None and tensor.device != device
+    ]
+    copies: dict[int, torch.Tensor] = {}  # shared tensors stay shared
+    try:
+        for slots, name, tensor in originals:
+            if id(tensor) not in copies:
+                copy = tensor.detach().to(device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                copies[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+            slots[name] = copies[id(tensor)]
+        yield
+    finally:
+        copies.clear()
+        for slots, name, tensor in originals:
+            slots[name] = tensor
+        if originals:
+            # The next stage allocates other sizes; blocks cut for these weights would not serve it.
+            platforms.platform_of(device).empty_cache()

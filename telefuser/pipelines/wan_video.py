@@ -1,0 +1,308 @@
+"""Wan text-to-video: `WanPipeline` turns prompts into `WanVideo`s. The only place where the parts of a run meet."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from telefuser import __version__, platforms
+from telefuser.core import checkpoint
+from telefuser.core.checkpoint import Checkpoint, CheckpointError
+from telefuser.core.config import AttentionConfig, AttnImplType
+from telefuser.models.wan_video_dit import WanModel
+from telefuser.models.wan_video_text_encoder import WanTextEncoder
+from telefuser.models.wan_video_vae import WanVideoVAE
+from telefuser.pipelines import placement
+from telefuser.pipelines.decode import VideoDecodeError, decode_frames, decode_or_keep
+from telefuser.pipelines.denoise import denoise
+from telefuser.pipelines.prompt import PromptTokenizer, encode_rows
+from telefuser.pipelines.request import GenerationRequest, parse_dtype, parse_size, validate_request
+from telefuser.pipelines.video_file import write_video
+from telefuser.schedulers import make_scheduler
+
+__all__ = [
+    "NonFiniteError",
+    "Stage",
+    "VideoDecodeError",
+    "WanPipeline",
+    "WanVideo",
+    "make_noise",
+    "parse_size",
+    "validate_request",
+]
+
+# Encoded prompts kept between calls: the negative prompt is the same each time, and a repeated prompt then spares the
+# text encoder's trip to the device. A row of UMT5-XXL is 8 KiB, so a long prompt of 200 tokens takes 1.6 MiB.
+_MAX_TEXTS = 8
+
+
+class NonFiniteError(RuntimeError):
+    """The model produced NaN or infinity."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of a run: seconds, and the peak of the device's memory in bytes (of the process on the CPU)."""
+
+    name: str
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class WanVideo:
+    """A generated video: frames [F, H, W, 3] uint8 on the host, and everything needed to make it again."""
+
+    frames: torch.Tensor
+    fps: float
+    seed: int
+    settings: dict[str, Any]
+    stages: list[Stage] = field(default_factory=list)
+
+    def save(self, path: str | Path) -> Path:
+        """Write an H.264 file (.mp4, .mkv, .mov) whose comment holds seed, prompt and settings as JSON.
+
+        Raises what `telefuser.pipelines.video_file.write_video` raises.
+        """
+        return write_video(self.frames, path, self.fps, self.settings)
+
+
+def make_noise(seed: int, shape: Sequence[int]) -> torch.Tensor:
+    """Standard normal float32 noise on the CPU: the same for a seed on every device, batch and rank."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+
+
+class WanPipeline:
+    """Wan 2.1 text-to-video. Use `from_pretrained`; the models are attributes for those who bring their own.
+
+    Args:
+        text_encoder, dit, vae, tokenizer: the parts, in eval mode, on `device` or on the host.
+        defaults: what a call leaves open: height, width, num_frames, steps, guidance, shift, fps, negative_prompt and
+            scheduler.
+        device: where the stages run. A part that lies on the host is moved there for its stage and dropped after it.
+        name: what the settings of a video call the model.
+        models: further settings to note in a video's metadata (dtype, attention).
+    """
+
+    def __init__(
+        self,
+        *,
+        text_encoder: WanTextEncoder,
+        dit: WanModel,
+        vae: WanVideoVAE,
+        tokenizer: PromptTokenizer,
+        defaults: dict[str, Any],
+        device: torch.device,
+        name: str = "custom",
+        models: dict[str, Any] | None = None,
+    ):
+        self.text_encoder, self.dit, self.vae, self.tokenizer = text_encoder, dit, vae, tokenizer
+        self.defaults, self.device, self.name = dict(defaults), torch.device(device), name
+        self.models = {"dtype": str(next(dit.parameters()).dtype).removeprefix("torch."), **(models or {})}
+        self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | Path = "tiny",
+        device: str | torch.device | None = "auto",
+        dtype: torch.dtype | str | None = None,
+        attention: str | AttnImplType | AttentionConfig = "auto",
+        offload: bool | None = None,
+    ) -> WanPipeline:
+        """Load a checkpoint.
+
+        Args:
+            path_or_id: a folder in the official or the diffusers layout, a hub id, or "tiny", the embedded model.
+            device: "auto", "cpu", "cuda", "cuda:1", "npu"; one that is named must be there.
+            dtype: of the text encoder and the DiT's large weights; None is bfloat16, on the CPU float32. The VAE is
+                always float32.
+            attention: backend of the DiT, a name or a member of `AttnImplType`, or a whole `AttentionConfig`.
+            offload: True keeps the models on the host and each on the device only during its stage; None does so when
+                the device's free memory is short.
+
+        Raises:
+            ValueError: device, dtype or attention name unknown; before anything large is read.
+            CheckpointError: (a ValueError) the checkpoint cannot be used.
+        """
+        device = platforms.resolve_device(device)
+        dtype = parse_dtype(dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        if not isinstance(attention, AttentionConfig):
+            attention = AttentionConfig(attn_impl=AttnImplType.parse(attention))
+        found = checkpoint.inspect(path_or_id).require_usable()
+        tokenizer = _tokenizer(found)
+        if offload is None:
+            offload = not placement.fits(device, _weight_bytes(found, dtype))
+        home = torch.device("cpu") if offload else device
+        with platforms.platform_of(device).device_ctx(device):
+            dit = found.dit.load(
+                WanModel.from_config, dtype=dtype, device=home, fp32_fragments=WanModel.FP32_PARAMETERS
+            )
+            dit.set_attention_config(attention)
+            return cls(
+                text_encoder=found.text_encoder.load(WanTextEncoder.from_config, dtype=dtype, device=home),
+                dit=dit,
+                vae=found.vae.load(WanVideoVAE.from_config, dtype=torch.float32, device=home),
+                tokenizer=tokenizer,
+                defaults=found.defaults,
+                device=device,
+                name=found.folder.name if Path(path_or_id).is_dir() else str(path_or_id),
+                models={
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "attention": attention.attn_impl.name.lower(),
+                    "offload": offload,
+                },
+            )
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] | None = None,
+        *,
+        height: int | None = None,
+        width: int | None = None,
+        num_frames: int | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        shift: float | None = None,
+        seed: int | Sequence[int | None] | None = None,
+        scheduler: str | None = None,
+        callback: Callable[[int, int, torch.Tensor], None] | None = None,
+        on_stage: Callable[[Stage], None] | None = None,
+    ) -> WanVideo | list[WanVideo]:
+        """Generate a video, or for a list of prompts a list of them, each equal to the run of its prompt alone.
+
+        None takes the checkpoint's default. Limits: see `validate_request`.
+
+        Args:
+            callback: called as `callback(step, total, latents)` after each step of each video.
+            on_stage: called after each stage: "text" once, "denoise" and "decode" for each video.
+
+        Raises:
+            ValueError: a value outside its limits.
+            NonFiniteError: the model produced NaN or infinity.
+            VideoDecodeError: the VAE failed; it names the file that keeps the latents.
+        """
+        request = validate_request(
+            self.defaults,
+            prompt,
+            negative_prompt,
+            height=height,
+            width=width,
+            num_frames=num_frames,
+            steps=steps,
+            guidance=guidance,
+            shift=shift,
+            seed=seed,
+            scheduler=scheduler,
+        )
+        shared: list[Stage] = []
+        videos = []
+        with platforms.platform_of(self.device).device_ctx(self.device):
+            with self._stage("text", shared, on_stage):
+                texts = self._encode(request)
+            for i, seed_i in enumerate(request.seeds):
+                settings, stages = self._settings(request, i), list(shared)
+                with self._stage("denoise", stages, on_stage):
+                    latents = self._denoise(request, i, texts, callback)
+                with self._stage("decode", stages, on_stage), placement.on_device(self.vae, self.device):
+                    frames = decode_or_keep(self.vae, latents, settings)
+                videos.append(WanVideo(frames, self.defaults["fps"], seed_i, settings, stages))
+        return videos[0] if isinstance(prompt, str) else videos
+
+    @torch.no_grad()
+    def decode_latents(self, latents: torch.Tensor, tiled: bool = False) -> torch.Tensor:
+        """Frames [F, H, W, 3] uint8 of latents [C, F', H/8, W/8], such as those that a `VideoDecodeError` kept."""
+        with platforms.platform_of(self.device).device_ctx(self.device), placement.on_device(self.vae, self.device):
+            return decode_frames(self.vae, latents.to(self.device), tiled)
+
+    def _encode(self, request: GenerationRequest) -> dict[str, torch.Tensor]:
+        """Text features [tokens, C] on the host, by text. The negative prompt is left out where it has no effect."""
+        wanted = [*request.prompts, *(request.negative_prompts if request.guidance != 1 else ())]
+        found = {text: self._texts[text] for text in wanted if text in self._texts}
+        missing = [text for text in dict.fromkeys(wanted) if text not in found]
+        if missing:
+            device = placement.text_device(self.text_encoder, self.device)
+            with placement.on_device(self.text_encoder, device):
+                # One by one: a batch would pad, and the same prompt would then differ in its last bits.
+                for text in missing:
+                    found[text] = encode_rows(self.text_encoder, self.tokenizer, [text])[0].cpu()
+        for text in dict.fromkeys(wanted):
+            self._texts[text] = found[text]
+            self._texts.move_to_end(text)
+        while len(self._texts) > _MAX_TEXTS:
+            self._texts.popitem(last=False)
+        return found
+
+    def _denoise(
+        self, request: GenerationRequest, i: int, texts: dict[str, torch.Tensor], callback: Callable | None
+    ) -> torch.Tensor:
+        """Latents [C, F', H/8, W/8] float32 on the device, of video `i`."""
+        noise = make_noise(request.seeds[i], request.latent_shape(self.dit.in_dim)).to(self.device)
+        scheduler = make_scheduler(request.scheduler, request.steps, request.shift)
+        with placement.on_device(self.dit, self.device):
+            # Keys and values of the text, once a prompt instead of once a step.
+            context = self.dit.prepare_context([texts[request.prompts[i]].to(self.device)])
+            negative = None
+            if request.guidance != 1:
+                negative = self.dit.prepare_context([texts[request.negative_prompts[i]].to(self.device)])
+            latents = denoise(self.dit, scheduler, noise[None], context, negative, request.guidance, callback)[0]
+        if not torch.isfinite(latents).all():
+            raise NonFiniteError(
+                f"the model {self.name} produced NaN or infinity, the video would be black: check the weights "
+                f"(`telefuser check`), or use bfloat16 or float32 instead of {self.models['dtype']}"
+            )
+        return latents
+
+    def _settings(self, request: GenerationRequest, i: int) -> dict[str, Any]:
+        """Everything that made video `i`; goes into the file's metadata."""
+        own = {
+            "model": self.name,
+            "prompt": request.prompts[i],
+            "negative_prompt": request.negative_prompts[i],
+            "seed": request.seeds[i],
+        }
+        shared = {
+            name: getattr(request, name)
+            for name in ("width", "height", "num_frames", "steps", "guidance", "shift", "scheduler")
+        }
+        made_by = {"fps": self.defaults["fps"], "device": str(self.device), "telefuser": __version__}
+        return own | shared | made_by | self.models
+
+    @contextlib.contextmanager
+    def _stage(self, name: str, stages: list[Stage], on_stage: Callable[[Stage], None] | None) -> Iterator[None]:
+        """Measure what runs within it; nothing is recorded when it fails."""
+        platform = platforms.platform_of(self.device)
+        platform.reset_peak_memory_stats(self.device)
+        start = time.perf_counter()
+        yield
+        platform.synchronize(self.device)
+        stages.append(Stage(name, time.perf_counter() - start, platform.max_memory_allocated(self.device)))
+        if on_stage is not None:
+            on_stage(stages[-1])
+
+
+def _tokenizer(found: Checkpoint) -> PromptTokenizer:
+    tokenizer = PromptTokenizer(found.tokenizer, found.dit.config.get("text_len", 512))
+    vocab = found.text_encoder.config["vocab"]
+    if tokenizer.vocab_size > vocab:
+        raise CheckpointError(
+            f"{found.tokenizer}: {tokenizer.vocab_size} tokens, but the text encoder knows {vocab}. "
+            "Take the tokenizer and the weights from one checkpoint."
+        )
+    return tokenizer
+
+
+def _weight_bytes(found: Checkpoint, dtype: torch.dtype) -> int:
+    """Bytes of all three models once loaded. The few float32 parameters of the DiT do not matter here."""
+    low = found.dit.num_parameters + found.text_encoder.num_parameters
+    return low * dtype.itemsize + found.vae.num_parameters * torch.float32.itemsize
