@@ -13,21 +13,33 @@ from telefuser import platforms
 
 logger = logging.getLogger(__name__)
 
-# What a run takes beside the weights, at 832x480 and 81 frames: the DiT's 32760 tokens need 2 GiB (1.3B) to 5 GiB
-# (14B), mostly its feed-forward, the VAE's last stage about 4 GiB in float32.
-WORKING_BYTES = 8 * 2**30
+# What a run takes beside the weights, a pixel of the video: at 832x480 and 81 frames 8 GiB. The DiT's 32760 tokens need
+# 2 GiB (1.3B) to 5 GiB (14B) of it, mostly for the feed-forward, the VAE's last stage about 4 GiB in float32.
+WORKING_BYTES_PER_PIXEL = 8 * 2**30 / (832 * 480 * 81)
 
 
-def fits(device: torch.device, num_bytes: int) -> bool:
-    """Whether weights of that size can stay on `device` for a whole run. True on the CPU: there is no other place."""
+def fits(device: torch.device, num_bytes: int, num_pixels: int) -> bool:
+    """Whether weights of that size can stay on `device` while a video of that many pixels is made.
+
+    True on the CPU: there is no other place.
+    """
     if device.type == "cpu":
         return True
-    return num_bytes + WORKING_BYTES <= platforms.platform_of(device).get_device_free_memory(device)
+    free = platforms.platform_of(device).get_device_free_memory(device)
+    return num_bytes + num_pixels * WORKING_BYTES_PER_PIXEL <= free
 
 
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of the parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def make_room(encoder: nn.Module, device: torch.device, num_pixels: int) -> None:
+    """Move the text encoder to the host for good where the rest of the run would not fit beside it."""
+    if next(encoder.parameters()).device == device and not fits(device, 0, num_pixels):
+        logger.info("device memory is short: the text encoder moves to the host")
+        encoder.to("cpu")
+        platforms.platform_of(device).empty_cache()
 
 
 def text_device(encoder: nn.Module, device: torch.device) -> torch.device:

@@ -45,6 +45,10 @@ class GenerationRequest:
     shift: float
     scheduler: str
 
+    @property
+    def num_pixels(self) -> int:
+        return self.width * self.height * self.num_frames
+
     def latent_shape(self, channels: int) -> tuple[int, int, int, int]:
         """[channels, frames, height, width] of one video's latents."""
         return channels, (self.num_frames - 1) // FRAME_MULTIPLE + 1, self.height // 8, self.width // 8

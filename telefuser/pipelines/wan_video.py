@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -140,7 +141,8 @@ class WanPipeline:
         found = checkpoint.inspect(path_or_id).require_usable()
         tokenizer = _tokenizer(found)
         if offload is None:
-            offload = not placement.fits(device, _weight_bytes(found, dtype))
+            size = [found.defaults[name] for name in ("width", "height", "num_frames")]
+            offload = not placement.fits(device, _weight_bytes(found, dtype), math.prod(size))
         home = torch.device("cpu") if offload else device
         with platforms.platform_of(device).device_ctx(device):
             dit = found.dit.load(
@@ -210,6 +212,7 @@ class WanPipeline:
         with platforms.platform_of(self.device).device_ctx(self.device):
             with self._stage("text", shared, on_stage):
                 texts = self._encode(request)
+                placement.make_room(self.text_encoder, self.device, request.num_pixels)
             for i, seed_i in enumerate(request.seeds):
                 settings, stages = self._settings(request, i), list(shared)
                 with self._stage("denoise", stages, on_stage):

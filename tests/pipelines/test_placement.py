@@ -69,9 +69,23 @@ def test_a_resident_module_is_not_touched():
 
 def test_models_stay_on_the_device_only_where_the_run_fits_too(small_device):
     small_device.free = 24 * GIB
-    assert placement.fits(META, 15 * GIB)
-    assert not placement.fits(META, 17 * GIB)
-    assert placement.fits(torch.device("cpu"), 10**15)
+    pixels = 832 * 480 * 81
+    assert placement.fits(META, 15 * GIB, pixels)
+    assert not placement.fits(META, 17 * GIB, pixels)
+    assert not placement.fits(META, 15 * GIB, 2 * pixels)
+    assert placement.fits(torch.device("cpu"), 10**15, pixels)
+
+
+def test_the_text_encoder_leaves_only_when_the_video_needs_its_place(small_device):
+    encoder = nn.Linear(2, 2, device=META)
+    small_device.free = 9 * GIB
+    placement.make_room(encoder, META, 832 * 480 * 81)
+    assert encoder.weight.device == META
+    small_device.free = 7 * GIB
+    moved = []
+    encoder.to = moved.append
+    placement.make_room(encoder, META, 832 * 480 * 81)
+    assert moved == ["cpu"]
 
 
 def test_a_text_encoder_that_does_not_fit_runs_on_the_cpu_with_a_reason(small_device, caplog):
