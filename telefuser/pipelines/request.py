@@ -44,6 +44,7 @@ class GenerationRequest:
     guidance: float
     shift: float
     scheduler: str
+    fps: float
 
     @property
     def num_pixels(self) -> int:
@@ -85,7 +86,8 @@ def validate_request(
     seed: int | Sequence[int | None] | None = None,
     scheduler: str | None = None,
 ) -> GenerationRequest:
-    """Check a request and fill what it leaves open from the checkpoint's `defaults` (keys as the parameters here).
+    """Check a request and fill what it leaves open from the checkpoint's `defaults` (keys as the parameters here, and
+    `fps`, which only a checkpoint decides: its model learnt motion at that rate).
 
     Args:
         prompt: one prompt or a non-empty list of them; none may be blank.
@@ -121,6 +123,7 @@ def validate_request(
         guidance=_number("guidance", chosen("guidance", guidance), positive=False),
         shift=_number("shift", chosen("shift", shift), positive=True),
         scheduler=scheduler,
+        fps=_number("fps", defaults["fps"], positive=True),
     )
 
 

@@ -101,12 +101,12 @@ class WanPipeline:
         vae: WanVideoVAE,
         tokenizer: PromptTokenizer,
         defaults: dict[str, Any],
-        device: torch.device,
+        device: torch.device | str,
         name: str = "custom",
         models: dict[str, Any] | None = None,
     ):
         self.text_encoder, self.dit, self.vae, self.tokenizer = text_encoder, dit, vae, tokenizer
-        self.defaults, self.device, self.name = dict(defaults), torch.device(device), name
+        self.defaults, self.device, self.name = dict(defaults), platforms.resolve_device(device), name
         self.models = {"dtype": str(next(dit.parameters()).dtype).removeprefix("torch."), **(models or {})}
         self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
 
@@ -219,7 +219,7 @@ class WanPipeline:
                     latents = self._denoise(request, i, texts, callback)
                 with self._stage("decode", stages, on_stage), placement.on_device(self.vae, self.device):
                     frames = decode_or_keep(self.vae, latents, settings)
-                videos.append(WanVideo(frames, self.defaults["fps"], seed_i, settings, stages))
+                videos.append(WanVideo(frames, request.fps, seed_i, settings, stages))
         return videos[0] if isinstance(prompt, str) else videos
 
     @torch.no_grad()
@@ -276,9 +276,9 @@ class WanPipeline:
         }
         shared = {
             name: getattr(request, name)
-            for name in ("width", "height", "num_frames", "steps", "guidance", "shift", "scheduler")
+            for name in ("width", "height", "num_frames", "steps", "guidance", "shift", "scheduler", "fps")
         }
-        made_by = {"fps": self.defaults["fps"], "device": str(self.device), "telefuser": __version__}
+        made_by = {"device": str(self.device), "telefuser": __version__}
         return own | shared | made_by | self.models
 
     @contextlib.contextmanager

@@ -95,6 +95,11 @@ def test_numbers_outside_their_limits_are_refused_by_name(name, value):
     refused("frames" if name == "num_frames" else name, **{name: value})
 
 
+def test_a_checkpoint_with_a_useless_frame_rate_is_found_before_the_run():
+    with pytest.raises(ValueError, match="fps must be above 0"):
+        validate_request({**DEFAULTS, "fps": 0}, "a cat")
+
+
 def test_unknown_schedulers_list_the_choices():
     refused(r"'heun'.*unipc, dpm\+\+, euler", scheduler="heun")
 
