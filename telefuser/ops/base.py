@@ -1,0 +1,183 @@
+"""How an operator chooses its implementation: `CustomOp` for modules, `CustomOpFunction` for functions, one rule.
+
+The rule, in order: (1) under `torch.compile` the native implementation, which the compiler fuses with its neighbours,
+or the operator's registered opaque form; (2) native, where a kernel cannot stand in for it: a tensor on another
+device than the platform's or than its fellows, a result that needs a gradient, a tensor subclass, a dtype the kernels
+do not compute in; (3) the first of the platform's `op_keys` that the operator defines; (4) native.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from telefuser import kernel, platforms
+
+logger = logging.getLogger(__name__)
+
+# The native forms compute everything else (float64, float8) as well.
+KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+# GPU implementations are Triton kernels; an NPU's are not.
+WITHOUT_TRITON = frozenset({"npu"})
+# Fake tensors, distributed tensors and other subclasses hold no memory of their own that a kernel could read.
+_PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
+
+
+def _choose(op, platform, tensors: Iterable[torch.Tensor]) -> str | None:
+    """The first of the platform's op keys that may run `op` on these tensors; None means native."""
+    device = dtype = None
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN_TENSORS or (grad and tensor.requires_grad):
+            return None
+        if device is None:
+            device, dtype = tensor.device, tensor.dtype
+        elif tensor.device != device:
+            # PyTorch then says which devices differ; a kernel would only see a pointer it cannot read.
+            return None
+    if device is None or device.type != platform.device_type:
+        return None
+    if op.kernel_dtypes is not None and dtype not in op.kernel_dtypes:
+        return None
+    for key in platform.op_keys:
+        if op.defines(key) and (key in WITHOUT_TRITON or _triton_is_here(platform.device_name)):
+            return key
+    return None
+
+
+def _tensors(values: Iterable) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _triton_is_here(device_name: str) -> bool:
+    return kernel.HAS_TRITON or _warn_of_missing_triton(device_name)
+
+
+@functools.cache
+def _warn_of_missing_triton(device_name: str) -> bool:
+    logger.warning(
+        "Triton cannot be imported, so operators on %s use their slower PyTorch form; install triton", device_name
+    )
+    return False
+
+
+def _launch(platform, device: torch.device, implementation: Callable, args: tuple, kwargs: dict):
+    """Run a kernel implementation with the tensors' own device as the current one, which Triton launches on."""
+    if device.index is None or device.index == platform.current_device():
+        return implementation(*args, **kwargs)
+    with platform.device_ctx(device):
+        return implementation(*args, **kwargs)
+
+
+class CustomOp(nn.Module):
+    """An operator with a native form and kernels for some platforms; a call runs the one that the rule chooses.
+
+    A subclass defines `forward_native` in plain PyTorch: the truth that every other form must agree with,
+    differentiable and traceable. It may define `forward_cuda` (also used on ROCm), `forward_rocm` and `forward_npu`,
+    all with the same arguments. The first tensor argument decides the device and dtype.
+    """
+
+    # Dtypes of the first tensor for which kernels may run; None is any.
+    kernel_dtypes: frozenset[torch.dtype] | None = KERNEL_DTYPES
+
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return self.forward_native(*args, **kwargs)
+        platform = platforms.current_platform
+        if platform.op_keys:
+            tensors = [*_tensors(args), *_tensors(kwargs.values())]
+            key = _choose(self, platform, [*tensors, *_tensors(self._parameters.values())])
+            if key is not None:
+                return _launch(platform, tensors[0].device, getattr(self, f"forward_{key}"), args, kwargs)
+        return self.forward_native(*args, **kwargs)
+
+    def defines(self, key: str) -> bool:
+        """Whether this class has a `forward_<key>` of its own."""
+        name = f"forward_{key}"
+        return getattr(type(self), name, None) is not getattr(CustomOp, name, None)
+
+    def forward_native(self, *args, **kwargs):
+        raise NotImplementedError(f"{type(self).__name__} must define forward_native")
+
+    def forward_cuda(self, *args, **kwargs):
+        return self.forward_native(*args, **kwargs)
+
+    def forward_rocm(self, *args, **kwargs):
+        return self.forward_cuda(*args, **kwargs)
+
+    def forward_npu(self, *args, **kwargs):
+        return self.forward_native(*args, **kwargs)
+
+
+class CustomOpFunction:
+    """The same rule for an operator without parameters: a callable with one implementation a platform.
+
+    name: for messages.  native_impl, cuda_impl, npu_impl, rocm_impl: same arguments each; only the first is required.
+    compiled_impl: what `torch.compile` sees instead of native_impl, an operator registered with `register_custom_op`.
+    It serves tables and other arguments without gradient only, so a tensor after the first that needs one means native.
+    """
+
+    kernel_dtypes: frozenset[torch.dtype] | None = KERNEL_DTYPES
+
+    def __init__(
+        self,
+        name: str,
+        native_impl: Callable,
+        cuda_impl: Callable | None = None,
+        npu_impl: Callable | None = None,
+        rocm_impl: Callable | None = None,
+        *,
+        compiled_impl: Callable | None = None,
+    ):
+        self.name = name
+        self.native_impl = native_impl
+        self.cuda_impl = cuda_impl
+        self.npu_impl = npu_impl
+        self.rocm_impl = rocm_impl
+        self.compiled_impl = compiled_impl
+
+    def __repr__(self) -> str:
+        return f"CustomOpFunction({self.name!r})"
+
+    def __call__(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            if self.compiled_impl is None or any(t.requires_grad for t in args[1:] if isinstance(t, torch.Tensor)):
+                return self.native_impl(*args, **kwargs)
+            return self.compiled_impl(*args, **kwargs)
+        return self.eager(*args, **kwargs)
+
+    def eager(self, *args, **kwargs):
+        """The rule without its first step; what a registered opaque operator runs."""
+        platform = platforms.current_platform
+        if platform.op_keys:
+            tensors = [*_tensors(args), *_tensors(kwargs.values())]
+            key = _choose(self, platform, tensors)
+            if key is not None:
+                return _launch(platform, tensors[0].device, getattr(self, f"{key}_impl"), args, kwargs)
+        return self.native_impl(*args, **kwargs)
+
+    def defines(self, key: str) -> bool:
+        """Whether there is an implementation for `key`."""
+        return getattr(self, f"{key}_impl", None) is not None
+
+
+def register_custom_op(op_name: str, mutates_args: tuple[str, ...] = (), fake_impl: Callable | None = None) -> Callable:
+    """Decorator: make an annotated function one opaque node for `torch.compile`, `telefuser::<op_name>`.
+
+    mutates_args: arguments that it writes to.  fake_impl: gives the result's shape, strides, dtype and device without
+    computing. In eager mode call the function itself: the registered operator's boundary costs tens of microseconds.
+    """
+
+    def register(function: Callable) -> Callable:
+        op = torch.library.custom_op(f"telefuser::{op_name}", function, mutates_args=mutates_args)
+        if fake_impl is not None:
+            op.register_fake(fake_impl)
+        return op
+
+    return register
