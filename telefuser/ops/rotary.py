@@ -1,0 +1,101 @@
+"""Rotary position embedding for queries and keys. Su et al., "RoFormer", 2021."""
+
+import torch
+
+import telefuser.kernel.triton as kernels
+from telefuser.ops.base import CustomOpFunction, register_custom_op
+
+
+def _rotary_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    # Real arithmetic only: some accelerators cannot index complex tensors. float64 tables are used as they are for
+    # float32 input, because rounding them first costs a factor ten of accuracy; for half precision that would not be
+    # seen.
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else torch.promote_types(x.dtype, cos.dtype)
+    first, second = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.to(wide), sin.to(wide)
+    return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+def _rotary_cuda(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return kernels.apply_rotary_embedding(x, cos, sin, interleaved=True)
+
+
+def _fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+# Under torch.compile the rotation stays one node and keeps its kernel; the attention behind it is opaque as well.
+@register_custom_op("apply_rotary_emb", fake_impl=_fake)
+def _rotary_opaque(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return _rotary.eager(x, cos, sin).contiguous()
+
+
+def _save_tables(ctx, inputs, output):
+    _, cos, sin = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _rotate_back(ctx, grad):
+    cos, sin = ctx.saved_tensors
+    return _rotary_opaque(grad, cos, -sin), None, None
+
+
+_rotary_opaque.register_autograd(_rotate_back, setup_context=_save_tables)
+
+_rotary = CustomOpFunction("apply_rotary_emb", _rotary_native, cuda_impl=_rotary_cuda, compiled_impl=_rotary_opaque)
+
+
+def apply_rotary_emb(x: torch.Tensor, freqs: tuple[torch.Tensor, torch.Tensor], sequence_dim: int = 1) -> torch.Tensor:
+    """Rotate neighbouring pairs (2i, 2i+1) of the last dimension: (a, b) -> (a cos - b sin, a sin + b cos).
+
+    x: [B, S, H, D] floating point, any strides; with sequence_dim=2 [B, H, S, D], with 0 [S, B, H, D].
+    freqs: (cos, sin), one row a token: [S, D/2], [S, 1, D/2], [S, 1, 1, D/2] or [B, S, 1, D/2]; or full width, D
+    instead of D/2, where entries 2i and 2i+1 are equal and the even ones are read. float32 or float64.
+    Returns x's shape and dtype; computed in float32 and rounded once, float64 input (and float32 with float64 tables,
+    on the native path) in float64. Raises ValueError where a shape does not fit: the tables must hold exactly the S
+    tokens of x.
+    """
+    if x.dim() != 4 or not x.is_floating_point():
+        raise ValueError(
+            f"apply_rotary_emb rotates a floating-point [B, S, H, D] tensor, got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if x.shape[-1] % 2:
+        raise ValueError(f"apply_rotary_emb rotates pairs, so the head dimension must be even, not {x.shape[-1]}")
+    axis = sequence_dim + 4 if sequence_dim < 0 else sequence_dim
+    if axis not in (0, 1, 2):
+        raise ValueError(f"sequence_dim is {sequence_dim}; the tokens lie in dimension 0, 1 or 2 of x")
+    cos, sin = freqs
+    return _rotary(x, _beside("cos", cos, x, axis), _beside("sin", sin, x, axis))
+
+
+def _beside(name: str, table: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
+    """A view of `table` with D/2 columns that broadcasts against x's leading dimensions."""
+    tokens, width = x.shape[axis], x.shape[-1]
+    batch = x.shape[1 if axis == 0 else 0]
+    shape = tuple(table.shape)
+    if not table.is_floating_point():
+        raise ValueError(f"{name} must hold real floating-point numbers, not {table.dtype}")
+    if table.dim() == 2:
+        table = table[None, :, None]
+    elif table.dim() == 3:
+        table = table[None]
+    elif table.dim() == 4 and table.shape[1] == 1 and not (tokens == 1 and table.shape[0] == batch):
+        table = table.transpose(0, 1)
+    fits = (
+        table.dim() == 4
+        and table.shape[0] in (1, batch)
+        and table.shape[2] == 1
+        and table.shape[3] in (width, width // 2)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} of shape {shape} does not fit x of shape {tuple(x.shape)} with {tokens} tokens: expected "
+            f"[S, D/2], [S, 1, D/2], [S, 1, 1, D/2] or [B, S, 1, D/2], or D instead of D/2"
+        )
+    if table.shape[1] != tokens:
+        raise ValueError(
+            f"{name} holds {table.shape[1]} positions and x has {tokens} tokens; pass one row for each token of x"
+        )
+    if table.shape[3] == width:
+        table = table[..., ::2]
+    return table.movedim(1, axis)
