@@ -1,0 +1,100 @@
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from telefuser.ops.ffn import PROJECTIONS, FeedForward
+from tests.tolerances import assert_close
+
+NAMES = ["gelu", "gelu-approximate", "geglu", "geglu-approximate", "swiglu", "linear-silu"]
+
+
+def filled(module):
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{}, {"inner_dim": 20}, {"bias": False}, {"dim_out": 9, "mult": 2}], ids=str)
+def test_equals_diffusers(name, options):
+    # S141-S150, S156, S157, S159, C07, C08: same keys, shapes and numbers
+    diffusers = pytest.importorskip("diffusers.models.attention")
+    theirs = filled(diffusers.FeedForward(12, activation_fn=name, **options))
+    ours = FeedForward(dim=12, activation_fn=name, **options)
+    ours.load_state_dict(theirs.state_dict())
+    assert {key: value.shape for key, value in ours.state_dict().items()} == {
+        key: value.shape for key, value in theirs.state_dict().items()
+    }
+    x = torch.randn(2, 7, 12)
+    assert_close(ours(x), theirs(x), "matmul")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_documented_shape(name):
+    # S150, S154
+    x = torch.randn(2, 256, 32)
+    assert FeedForward(dim=32, mult=4, dropout=0.0, activation_fn=name, bias=True)(x).shape == (2, 256, 32)
+    assert set(PROJECTIONS) == set(NAMES)
+
+
+def test_defaults():
+    # S152, S153
+    defaults = {name: p.default for name, p in inspect.signature(FeedForward).parameters.items() if name != "dim"}
+    assert defaults == {
+        "dim_out": None,
+        "mult": 4,
+        "dropout": 0.0,
+        "activation_fn": "geglu",
+        "final_dropout": False,
+        "inner_dim": None,
+        "bias": True,
+    }
+
+
+def test_hidden_width():
+    # S141, S142, S155, S156: after the gate, an int from a float
+    assert FeedForward(8).net[2].in_features == 32
+    assert FeedForward(8).net[0].proj.out_features == 64
+    assert FeedForward(8, mult=4.0).net[2].in_features == 32
+    assert FeedForward(8, mult=8 / 3).net[2].in_features == 21
+    assert FeedForward(8, inner_dim=10, mult=7, activation_fn="swiglu").net[2].in_features == 10
+
+
+def test_dropout_acts_in_training_only():
+    # S143, S158
+    torch.manual_seed(0)
+    ffn, x = FeedForward(32, dropout=0.5, final_dropout=True), torch.randn(4, 32)
+    assert (ffn.train()(x) == 0).float().mean() > 0.2
+    assert torch.equal(ffn.eval()(x), ffn(x))
+    plain = FeedForward(32)
+    plain.load_state_dict(ffn.state_dict())
+    assert torch.equal(plain(x), ffn(x))
+
+
+def test_refuses_an_unknown_activation():
+    # S151
+    with pytest.raises(ValueError, match="unknown activation_fn 'reglu'; choose one of gelu, gelu-approximate, geglu,"):
+        FeedForward(8, activation_fn="reglu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_and_empty_input(name, interpreted_cuda):
+    # B26, B38
+    ffn = filled(FeedForward(16, activation_fn=name)).requires_grad_(False)
+    x = torch.randn(2, 5, 16)
+    assert_close(ffn.bfloat16()(x.bfloat16()), ffn.double()(x.bfloat16().double()), "matmul")
+    assert ffn.half()(torch.empty(2, 0, 16).half()).shape == (2, 0, 16)
+
+
+def test_gradients_equal_diffusers():
+    diffusers = pytest.importorskip("diffusers.models.attention")
+    theirs = filled(diffusers.FeedForward(12))
+    ours = FeedForward(12)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 7, 12)
+    theirs(x).square().sum().backward()
+    ours(x).square().sum().backward()
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        assert_close(a.grad, b.grad, "matmul")
