@@ -1,4 +1,4 @@
-"""The kernels compile to machine code for NVIDIA and AMD GPUs; Triton needs no GPU for that. The interpreter is laxer."""
+"""The kernels compile to machine code for NVIDIA and AMD GPUs, which needs no GPU. The interpreter is laxer."""
 
 import sys
 
