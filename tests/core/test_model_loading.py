@@ -45,6 +45,21 @@ def test_meta_parameters_leaves_buffers_real_and_ends_with_its_block():
     assert not any(parameter.is_meta for parameter in Small().parameters())
 
 
+def test_meta_parameters_skips_random_initialisers_without_torch_compile():
+    code = """
+import sys, torch
+from telefuser.core.model_loading import meta_parameters
+with meta_parameters():
+    layer = torch.nn.Linear(3, 3)
+    torch.nn.init.normal_(layer.weight, std=0.1)
+    torch.nn.init.xavier_uniform_(tensor=layer.weight)
+    real = torch.nn.init.normal_(torch.zeros(100))
+print(layer.weight.is_meta, float(real.std()) > 0.1, "torch._dynamo" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["True", "True", "False"]
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pth"])
 def test_values_are_cast_once_and_fp32_fragments_stay(tmp_path, name):
     file = write(tmp_path, STATE, name)
