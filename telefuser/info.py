@@ -168,7 +168,7 @@ def _device_rows(devices: list[dict[str, Any]]) -> list[tuple[Text, Text]]:
         free, total = (f"{row[key] / 2**30:.1f}" for key in ("free_memory", "total_memory"))
         details = f"{row['name']} ({row['arch']}), {free} of {total} GiB free"
         if "cores" in row:
-            details += f", {row['cores']} cores, {row['threads']} threads in use"
+            details += f", PyTorch uses {row['threads']} of {row['cores']} cores"
         rows.append((Text(row["device"]), Text(details)))
     return rows
 
