@@ -72,6 +72,11 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
 
 
+def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """`parse_dtype`, where None is bfloat16, on the CPU float32: few CPUs multiply bfloat16 faster."""
+    return parse_dtype(dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
 def validate_request(
     defaults: Mapping[str, Any],
     prompt: str | Sequence[str],

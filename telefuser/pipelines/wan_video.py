@@ -24,7 +24,7 @@ from telefuser.pipelines import placement
 from telefuser.pipelines.decode import VideoDecodeError, decode_frames, decode_or_keep
 from telefuser.pipelines.denoise import denoise
 from telefuser.pipelines.prompt import PromptTokenizer, encode_rows
-from telefuser.pipelines.request import GenerationRequest, parse_dtype, parse_size, validate_request
+from telefuser.pipelines.request import GenerationRequest, parse_size, resolve_dtype, validate_request
 from telefuser.pipelines.video_file import write_video
 from telefuser.schedulers import make_scheduler
 
@@ -135,7 +135,7 @@ class WanPipeline:
             CheckpointError: (a ValueError) the checkpoint cannot be used.
         """
         device = platforms.resolve_device(device)
-        dtype = parse_dtype(dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        dtype = resolve_dtype(dtype, device)
         if not isinstance(attention, AttentionConfig):
             attention = AttentionConfig(attn_impl=AttnImplType.parse(attention))
         found = checkpoint.inspect(path_or_id).require_usable()
