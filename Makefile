@@ -16,7 +16,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 	touch $@
 
 demo: .venv/installed
-	$(BIN)/telefuser generate "a red circle moving right on a black background" -o $(DEMO)
+	$(BIN)/telefuser generate "a red circle moving right on a black background" -o $(DEMO) --overwrite
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -1,0 +1,192 @@
+"""`telefuser generate`: check all that can be checked, load the model, make and save one video a prompt."""
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from telefuser import platforms
+from telefuser.core import checkpoint
+from telefuser.core.checkpoint import Checkpoint
+from telefuser.core.config import AttnImplType
+from telefuser.ops.attention.backends import describe_choice
+from telefuser.pipelines.request import GenerationRequest, resolve_dtype, validate_request
+from telefuser.pipelines.video_file import check_output
+from telefuser.pipelines.wan_video import Stage, WanPipeline
+from telefuser.run_report import RunReport, VideoWatch
+
+logger = logging.getLogger(__name__)
+
+_SLUG_LENGTH = 40
+
+
+def run(
+    prompts: Sequence[str],
+    settings: dict[str, Any],
+    *,
+    report: RunReport,
+    model: str = "tiny",
+    output: str | None = None,
+    overwrite: bool = False,
+    device: str = "auto",
+    dtype: str | None = None,
+    attention: str = "auto",
+    offload: bool | None = None,
+) -> list[str]:
+    """Makes the videos; returns one line for each prompt that failed, after the others were made all the same.
+
+    settings: keyword arguments of `validate_request` (negative_prompt, height, width, num_frames, ...).
+    output: a file, a folder, or a pattern; see `output_paths`.
+
+    Raises ValueError before weights are loaded for anything that is wrong with the request, the output, the device or
+    the checkpoint.
+    """
+    device = platforms.resolve_device(device)
+    attention, dtype = AttnImplType.parse(attention), resolve_dtype(dtype, device)
+    # Before a hub download as well; how much disk space is needed is known only after it.
+    for path in output_paths(output, prompts, [0] * len(prompts), overwrite):
+        check_output(path)
+    found = checkpoint.inspect(model).require_usable()
+    request = validate_request(found.defaults, list(prompts), **settings)
+    paths = output_paths(output, prompts, request.seeds, overwrite)
+    for path in paths:
+        check_output(path, request.num_frames * len(paths), request.height, request.width)
+    report.line(_model_line(found, device, dtype))
+    report.line(f"attention {describe_choice(attention, device)}")
+    report.line(_request_line(request, found))
+    start = time.perf_counter()
+    pipeline = WanPipeline.from_pretrained(model, device=device, dtype=dtype, attention=attention, offload=offload)
+    report.stage(_stage("load", start, pipeline))
+    if pipeline.models["offload"]:
+        report.line("  each model is on the device only during its stage")
+    return _make_all(pipeline, request, paths, report)
+
+
+def read_prompts(file: Path) -> list[str]:
+    """One prompt a line of a UTF-8 file; blank lines and lines that start with # are skipped.
+
+    Raises ValueError when the file cannot be read or holds no prompt.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise ValueError(f"prompts file {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts file {file} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+    prompts = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not prompts:
+        raise ValueError(f"prompts file {file} holds no prompt: write one a line")
+    return prompts
+
+
+def output_paths(output: str | None, prompts: Sequence[str], seeds: Sequence[int], overwrite: bool) -> list[Path]:
+    """One file a prompt, none of which exists unless `overwrite`.
+
+    output: None (named after the prompt, in the working folder), a folder (the same in there; made if the name ends in
+    a separator), a file, or a name with {n}, {prompt} or {seed} in it. Several prompts are numbered in any case; a name
+    made from the prompt gets a free number rather than an error.
+
+    Raises ValueError for a file that exists, naming it and the way out.
+    """
+    names_itself = output is None or output.endswith(("/", "\\")) or Path(output).is_dir()
+    if names_itself:
+        folder = Path(output or ".").expanduser()
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot make the folder {str(folder)!r} ({error.strerror})") from error
+        pattern = str(folder / ("{n}-{prompt}.mp4" if len(prompts) > 1 else "{prompt}.mp4"))
+    else:
+        pattern = str(Path(output).expanduser())
+        if len(prompts) > 1 and "{n}" not in pattern:
+            file = Path(pattern)
+            pattern = str(file.with_name(f"{file.stem}-{{n}}{file.suffix}"))
+    width = max(3, len(str(len(prompts))))
+    paths = []
+    for number, (prompt, seed) in enumerate(zip(prompts, seeds), start=1):
+        name = pattern.replace("{n}", f"{number:0{width}d}").replace("{seed}", str(seed))
+        path = Path(name.replace("{prompt}", slug(prompt)))
+        if path.exists() and not overwrite and names_itself:
+            path = _free(path)
+        elif path.exists() and not overwrite and path.is_file():
+            raise ValueError(f"{path} exists: choose another name with -o, or give --overwrite")
+        paths.append(path)
+    return paths
+
+
+def slug(prompt: str) -> str:
+    """The prompt as part of a file name: letters and digits of any script, joined by `-`, at most 40 characters."""
+    words = re.findall(r"[^\W_]+", prompt.lower())
+    name = ""
+    for word in words:
+        if len(name) + len(word) >= _SLUG_LENGTH and name:
+            break
+        name = f"{name}-{word}" if name else word[:_SLUG_LENGTH]
+    return name or "video"
+
+
+def _free(path: Path) -> Path:
+    number = 2
+    while (other := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    return other
+
+
+def _make_all(pipeline: WanPipeline, request: GenerationRequest, paths: list[Path], report: RunReport) -> list[str]:
+    failures = []
+    for i, path in enumerate(paths):
+        if len(paths) > 1:
+            report.line(f"{i + 1} of {len(paths)}: {request.prompts[i]} (seed {request.seeds[i]})")
+        try:
+            _make(pipeline, request, i, path, report)
+        except Exception as error:
+            if len(paths) == 1:
+                raise
+            failures.append(f"prompt {i + 1} ({request.prompts[i]!r}): {' '.join(str(error).split())}")
+            logger.error("%s", failures[-1], exc_info=error)
+    return failures
+
+
+def _make(pipeline: WanPipeline, request: GenerationRequest, i: int, path: Path, report: RunReport) -> None:
+    with VideoWatch(report) as watch:
+        video = pipeline(
+            request.prompts[i],
+            request.negative_prompts[i],
+            height=request.height,
+            width=request.width,
+            num_frames=request.num_frames,
+            steps=request.steps,
+            guidance=request.guidance,
+            shift=request.shift,
+            seed=request.seeds[i],
+            scheduler=request.scheduler,
+            callback=watch.step,
+            on_stage=watch.stage,
+        )
+        start = time.perf_counter()
+        video.save(path)
+        watch.stage(_stage("write", start, pipeline))
+    report.result(path)
+
+
+def _stage(name: str, start: float, pipeline: WanPipeline) -> Stage:
+    peak = platforms.platform_of(pipeline.device).max_memory_allocated(pipeline.device)
+    return Stage(name, time.perf_counter() - start, peak)
+
+
+def _model_line(found: Checkpoint, device: torch.device, dtype: torch.dtype) -> str:
+    name = platforms.platform_of(device).get_device_name(device)
+    return f"{found.source}: {found.name}, {found.layout} layout, on {device} ({name}) in {str(dtype)[6:]}"
+
+
+def _request_line(request: GenerationRequest, found: Checkpoint) -> str:
+    seed = f"seed {request.seeds[0]}" if len(request.seeds) == 1 else f"{len(request.seeds)} prompts"
+    seconds = request.num_frames / found.defaults["fps"]
+    return (
+        f"{request.width}x{request.height}, {request.num_frames} frames ({seconds:.1f} s), {request.steps} steps "
+        f"({request.scheduler}), guidance {request.guidance:g}, shift {request.shift:g}, {seed}"
+    )
