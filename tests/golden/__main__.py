@@ -5,6 +5,7 @@ Exit code 0: something was checked and every row passed; 1: a miss, an error, or
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -61,12 +62,17 @@ def _write(path: Path, device: str, rows: list[Row], skipped: dict[str, str]) ->
         "torch": torch.__version__,
         "tf32": False,
         "rows": [
-            {"file": r.file, "check": r.check, "error": r.error, "limit": r.limit, "pass": r.passed, "note": r.note}
+            {"file": r.file, "check": r.check, "error": _number(r.error), "limit": r.limit, "pass": r.passed, "note": r.note}
             for r in rows
         ],
         "skipped": skipped,
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _number(error: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return error if math.isfinite(error) else None
 
 
 if __name__ == "__main__":

@@ -80,8 +80,10 @@ def test_broken_file_fails_and_does_not_hide_the_others(write_dit_file, capsys):
     folder = write_dit_file("b")
     (folder / "a.json").write_text(json.dumps({"kind": "WanModel forward", "class_args": CLASS_ARGS, "runs": []}))
     (folder / "c.json").write_text("{")
-    assert main([str(folder)]) == 1
+    assert main([str(folder), "--json", str(folder / "record.out")]) == 1
     printed = capsys.readouterr().out
+    rows = json.loads((folder / "record.out").read_text())["rows"]
+    assert [row["error"] for row in rows if not row["pass"]] == [None, None]
     assert "No such file" in printed
     assert "JSONDecodeError" in printed
     assert "float32 run0 out0" in printed
