@@ -62,8 +62,15 @@ def _write(path: Path, device: str, rows: list[Row], skipped: dict[str, str]) ->
         "torch": torch.__version__,
         "tf32": False,
         "rows": [
-            {"file": r.file, "check": r.check, "error": _number(r.error), "limit": r.limit, "pass": r.passed, "note": r.note}
-            for r in rows
+            {
+                "file": row.file,
+                "check": row.check,
+                "error": _number(row.error),
+                "limit": row.limit,
+                "pass": row.passed,
+                "note": row.note,
+            }
+            for row in rows
         ],
         "skipped": skipped,
     }
