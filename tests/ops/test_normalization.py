@@ -9,6 +9,7 @@ from telefuser.ops.normalization import AdaLayerNormContinuous, LayerNorm, RMSNo
 from telefuser.platforms import CudaPlatform, RocmPlatform
 from tests.golden import golden_dir
 from tests.ops.machines import on_cpu, recording_tf_kernel, use
+from tests.ops.rounding import assert_rounded_once
 from tests.tolerances import assert_close
 
 HALF = [torch.bfloat16, torch.float16]
@@ -32,14 +33,6 @@ def filled(norm):
     return norm.requires_grad_(False)
 
 
-def ulps(a, b):
-    """Largest distance in steps of a's dtype, half precision."""
-    ints = [t.contiguous().view(torch.int16).int() for t in (a, b.to(a.dtype))]
-    # Negative numbers count downwards from the sign bit.
-    lines = [torch.where(i < 0, -32768 - i, i) for i in ints]
-    return (lines[0] - lines[1]).abs().max().item()
-
-
 @pytest.mark.parametrize("make", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF])
 def test_agrees_with_the_float64_formula(make, dtype):
@@ -60,12 +53,12 @@ def test_half_precision_is_rounded_once(make, dtype):
     for weights in (torch.float32, dtype):
         norm = filled(make(1536, eps=1e-6)).to(weights)
         x = torch.randn(64, 1536).to(dtype)
-        assert ulps(norm(x), formula(norm, x)) <= 1
+        assert_rounded_once(norm(x), formula(norm, x))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = norm(x)
         # B24: autocast does not widen the result either
         assert out.dtype == dtype
-        assert ulps(out, formula(norm, x)) <= 1
+        assert_rounded_once(out, formula(norm, x))
 
 
 def test_defaults():
@@ -149,7 +142,7 @@ def test_kernel_agrees_with_native(make, dtype, interpreted_cuda):
         x = torch.randn(2, 3, 100).to(dtype)
         assert_close(norm(x), norm.forward_native(x))
         if dtype in HALF:
-            assert ulps(norm(x), norm.forward_native(x)) <= 1
+            assert_rounded_once(norm(x), norm.forward_native(x))
 
 
 @pytest.mark.parametrize(("make", "launcher"), [(RMSNorm, "rms_norm"), (LayerNorm, "layer_norm")])
@@ -316,7 +309,7 @@ def test_adaptive_norm_of_half_precision_is_rounded_once(norm_type, interpreted_
     x, cond = torch.randn(2, 7, 64).bfloat16(), torch.randn(2, 32)
     out = ada(x, cond)
     assert out.dtype == torch.bfloat16
-    assert ulps(out, wide(x.double(), cond.double())) <= 1
+    assert_rounded_once(out, wide(x.double(), cond.double()))
 
 
 def test_adaptive_norm_takes_half_precision_weights():
@@ -362,4 +355,4 @@ def test_agrees_with_the_official_norms(interpreted, request):
             torch.testing.assert_close(out, data[f"{scale}.{name}"], rtol=2e-6, atol=2e-6)
             assert_close(out, data[f"{scale}.{name}"])
         half = data[f"{scale}.wan_ln.x_bf16"]
-        assert ulps(plain(x.bfloat16()), half) <= 1
+        assert_rounded_once(plain(x.bfloat16()), half)
