@@ -90,8 +90,16 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def match_keys(weights: WeightSet, expected: dict[str, tuple[int, ...]], key_map: KeyTranslation | None) -> dict:
-    """file key -> model key for every expected tensor; CheckpointError for the first way in which the two differ."""
+def match_keys(
+    weights: WeightSet,
+    expected: dict[str, tuple[int, ...]],
+    key_map: KeyTranslation | None,
+    back: KeyTranslation | None = None,
+) -> dict[str, str]:
+    """file key -> model key for every expected tensor; CheckpointError for the first way in which the two differ.
+
+    back: translates a model's key to the files' spelling, for the message about missing ones.
+    """
     names, unexpected, taken = {}, [], set()
     for key in weights.entries:
         name = key_map(key) if key_map else key
@@ -102,7 +110,7 @@ def match_keys(weights: WeightSet, expected: dict[str, tuple[int, ...]], key_map
         else:
             names[key] = name
             taken.add(name)
-    missing = sorted(set(expected) - taken)
+    missing = sorted(back(name) or name if back else name for name in set(expected) - taken)
     if missing or unexpected:
         found = [f"{len(missing)} of {len(expected)} keys are missing ({brief(missing)})"] if missing else []
         found += [f"{len(unexpected)} keys are not expected ({brief(unexpected)})"] if unexpected else []

@@ -93,7 +93,8 @@ def judge(folder: Path, layout: str, name: str) -> Component:
     config_file = wan_folder.find_config(folder, layout, name)
     given = _given_config(config_file, layout, name)
     weights = WeightSet(wan_folder.find_weights(folder, layout, name))
-    key_map = _key_map(weights, layout, name, given)
+    spelling = _key_map(weights, layout, name, given)
+    key_map = spelling.to_official if spelling else None
     _refuse_quantised(weights)
     shapes = {}
     for key, entry in weights.entries.items():
@@ -110,7 +111,7 @@ def judge(folder: Path, layout: str, name: str) -> Component:
             f"{weights.where}: {len(known) or 'none'} of its {len(weights.entries)} keys belong to a Wan2.1 {name}. "
             + _whose(weights)
         )
-    match_keys(weights, expected, key_map)
+    match_keys(weights, expected, key_map, spelling.to_diffusers if spelling else None)
     if found := weights.non_finite_sample():
         key, file = found
         raise CheckpointError(f"{file}: '{key}' holds NaN or infinity. The file is damaged: download it again.")
@@ -144,18 +145,18 @@ def _given_config(file: Path | None, layout: str, name: str) -> dict:
     return {key: value for key, value in content.items() if key not in ("vae", "text_encoder", "defaults")}
 
 
-def _key_map(weights: WeightSet, layout: str, name: str, given: dict) -> KeyTranslation | None:
+def _key_map(weights: WeightSet, layout: str, name: str, given: dict) -> wan_keys.KeyMap | None:
     if layout == "official":
         return None
     if name == "vae":
         num_stages = len(given.get("dim_mult", wan_layout.RULES["vae"].official["dim_mult"]))
-        return wan_keys.vae_key_map(num_stages, given.get("num_res_blocks", 2)).to_official
+        return wan_keys.vae_key_map(num_stages, given.get("num_res_blocks", 2))
     if name == "text_encoder":
-        # transformers stores the tied embedding under one or both of two names.
-        if "shared.weight" in weights.entries:
-            weights.entries.pop("encoder.embed_tokens.weight", None)
-        return wan_keys.text_encoder_key_map().to_official
-    return wan_keys.dit_key_map().to_official
+        if "shared.weight" not in weights.entries:
+            return wan_keys.text_encoder_key_map("encoder.embed_tokens")
+        weights.entries.pop("encoder.embed_tokens.weight", None)
+        return wan_keys.text_encoder_key_map()
+    return wan_keys.dit_key_map()
 
 
 def _sizes(config_file: Path, weights: WeightSet, name: str, given: dict, shapes: dict) -> dict:

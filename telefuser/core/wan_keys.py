@@ -34,7 +34,6 @@ _DIT: Rules = (
     ("head.head.", "proj_out."),
 )
 _UMT5: Rules = (
-    ("token_embedding.", "shared."),
     ("norm.", "encoder.final_layer_norm."),
     ("blocks.#.norm1.", "encoder.block.#.layer.0.layer_norm."),
     *((f"blocks.#.attn.{name}.", f"encoder.block.#.layer.0.SelfAttention.{name}.") for name in "qkvo"),
@@ -74,8 +73,9 @@ def dit_key_map() -> KeyMap:
     return KeyMap(_DIT)
 
 
-def text_encoder_key_map() -> KeyMap:
-    return KeyMap(_UMT5)
+def text_encoder_key_map(embedding: str = "shared") -> KeyMap:
+    """embedding: transformers ties two names, `shared` and `encoder.embed_tokens`, and a file holds one or both."""
+    return KeyMap((("token_embedding.", f"{embedding}."), *_UMT5))
 
 
 def vae_key_map(num_stages: int = 4, num_res_blocks: int = 2) -> KeyMap:
