@@ -17,7 +17,7 @@ ATTRIBUTE_NAMES = Attributes._fields
 MAX_COLOUR_ERROR = 0.2
 MAX_GROUND_ERROR = 0.2
 SHAPE_CONTRAST = 0.3
-# Pixels and natural logarithms over the whole clip; true clips travel 36 to 48 or scale by a factor of 1.67 to 2.1.
+# Pixels and natural logarithms over the whole clip; true clips travel 34 to 44 or scale by a factor of 1.55 to 2.06.
 MIN_TRAVEL = 20.0
 MAX_SIDEWAYS = 8.0
 MIN_GROWTH = 0.3
