@@ -19,8 +19,11 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
-def exact_float32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def exact_float32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 def gpu_qkv(**shape):
