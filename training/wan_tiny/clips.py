@@ -35,11 +35,11 @@ HALF_EXTENTS = {
     "triangle": (TRIANGLE_HALF_WIDTH, TRIANGLE_HALF_HEIGHT),
 }
 
-# Pixels at 128x128. A travel of 36 to 48 over 17 frames and a doubled radius cannot be taken for standing still.
-MOVING_RADIUS = (22.0, 28.0)
-TRAVEL = (36.0, 48.0)
-SMALL_RADIUS = (16.0, 18.0)
-LARGE_RADIUS = (30.0, 34.0)
+# Pixels at 128x128. A travel of 34 over 17 frames or half the radius more cannot be taken for standing still.
+MOVING_RADIUS = (24.0, 30.0)
+TRAVEL = (34.0, 44.0)
+SMALL_RADIUS = (17.0, 20.0)
+LARGE_RADIUS = (31.0, 35.0)
 MARGIN = 3.0
 JITTER = 18.0
 
