@@ -50,7 +50,8 @@ def attention(
     Returns [B, Sq, N, Dv] in BSND, in v's dtype; with `return_lse` the pair (out, lse). Skv = 0 gives zeros.
     Differentiable on the SDPA path; backends without a backward pass give way to it. Under `torch.compile` it is one
     opaque node, or, where a gradient is needed, PyTorch's own SDPA.
-    Raises ValueError for shapes, layouts, heads or dtypes that do not fit and TypeError for a mask of another kind.
+    Raises ValueError for shapes, layouts, heads or dtypes that do not fit, TypeError for a mask of another kind and, as
+    PyTorch does, RuntimeError for tensors on different devices.
     """
     config = _AUTO if attention_config is None else attention_config
     if not isinstance(config, AttentionConfig):
@@ -196,6 +197,11 @@ def _check(q, k, v, mask, input_layout, output_layout):
         )
     if not {q.dtype, k.dtype, v.dtype} <= _DTYPES:
         raise ValueError(f"q, k, v must be float16, bfloat16, float32 or float64, not {q.dtype}, {k.dtype}, {v.dtype}")
+    devices = [t.device for t in (q, k, v, mask) if t is not None]
+    if any(device != devices[0] for device in devices):
+        # The type and the words of PyTorch's own operators; a vendor kernel would only see a pointer it cannot read.
+        names = ", ".join(map(str, devices))
+        raise RuntimeError(f"Expected all tensors to be on the same device, but q, k, v (and attn_mask) are on {names}")
     if mask is not None:
         _check_mask(mask, (q.shape[0], q.shape[heads], q.shape[tokens], k.shape[tokens]))
 

@@ -341,6 +341,16 @@ def test_shapes_that_do_not_fit_are_shown():
         attention(q, k, v, causal=True)
 
 
+def test_tensors_on_different_devices_are_named():
+    """B16."""
+    q, k, v = qkv()
+    for bad in ((q.to("meta"), k, v), (q, k, v.to("meta"))):
+        with pytest.raises(RuntimeError, match=r"same device, but .* meta"):
+            attention(*bad)
+    with pytest.raises(RuntimeError, match="same device"):
+        attention(q, k, v, attn_mask=torch.ones(16, device="meta"))
+
+
 @pytest.mark.parametrize("platform", [platforms.NPUPlatform, platforms.RocmPlatform, platforms.CpuPlatform])
 @pytest.mark.parametrize(
     "mask",
