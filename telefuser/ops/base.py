@@ -8,7 +8,7 @@ do not compute in; (3) the first of the platform's `op_keys` that the operator d
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -21,38 +21,35 @@ logger = logging.getLogger(__name__)
 KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 # GPU implementations are Triton kernels; an NPU's are not.
 WITHOUT_TRITON = frozenset({"npu"})
-# Fake tensors, distributed tensors and other subclasses hold no memory of their own that a kernel could read.
-_PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 
-def _choose(op, platform, tensors: Iterable[torch.Tensor]) -> str | None:
-    """The first of the platform's op keys that may run `op` on these tensors; None means native."""
+def _choose(op, platform, values: list) -> tuple[str | None, torch.device | None]:
+    """The first of the platform's op keys that may run `op` on these arguments (None: native), and their device."""
     device = dtype = None
     grad = torch.is_grad_enabled()
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN_TENSORS or (grad and tensor.requires_grad):
-            return None
-        if device is None:
-            device, dtype = tensor.device, tensor.dtype
-        elif tensor.device != device:
-            # PyTorch then says which devices differ; a kernel would only see a pointer it cannot read.
-            return None
+    for value in values:
+        kind = type(value)
+        if kind is torch.Tensor or kind is nn.Parameter:
+            if grad and value.requires_grad:
+                return None, device
+            if device is None:
+                device, dtype = value.device, value.dtype
+            elif value.device != device:
+                # PyTorch then says which devices differ; a kernel would only see a pointer it cannot read.
+                return None, device
+        elif kind is tuple or kind is list:
+            values.extend(value)
+        elif isinstance(value, torch.Tensor):
+            # Fake, distributed and other subclasses hold no memory of their own that a kernel could read.
+            return None, device
     if device is None or device.type != platform.device_type:
-        return None
+        return None, device
     if op.kernel_dtypes is not None and dtype not in op.kernel_dtypes:
-        return None
+        return None, device
     for key in platform.op_keys:
         if op.defines(key) and (key in WITHOUT_TRITON or _triton_is_here(platform.device_name)):
-            return key
-    return None
-
-
-def _tensors(values: Iterable) -> Iterable[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
+            return key, device
+    return None, device
 
 
 def _triton_is_here(device_name: str) -> bool:
@@ -91,10 +88,9 @@ class CustomOp(nn.Module):
             return self.forward_native(*args, **kwargs)
         platform = platforms.current_platform
         if platform.op_keys:
-            tensors = [*_tensors(args), *_tensors(kwargs.values())]
-            key = _choose(self, platform, [*tensors, *_tensors(self._parameters.values())])
+            key, device = _choose(self, platform, [*args, *kwargs.values(), *self._parameters.values()])
             if key is not None:
-                return _launch(platform, tensors[0].device, getattr(self, f"forward_{key}"), args, kwargs)
+                return _launch(platform, device, getattr(self, f"forward_{key}"), args, kwargs)
         return self.forward_native(*args, **kwargs)
 
     def defines(self, key: str) -> bool:
@@ -156,10 +152,9 @@ class CustomOpFunction:
         """The rule without its first step; what a registered opaque operator runs."""
         platform = platforms.current_platform
         if platform.op_keys:
-            tensors = [*_tensors(args), *_tensors(kwargs.values())]
-            key = _choose(self, platform, tensors)
+            key, device = _choose(self, platform, [*args, *kwargs.values()])
             if key is not None:
-                return _launch(platform, tensors[0].device, getattr(self, f"{key}_impl"), args, kwargs)
+                return _launch(platform, device, getattr(self, f"{key}_impl"), args, kwargs)
         return self.native_impl(*args, **kwargs)
 
     def defines(self, key: str) -> bool:
