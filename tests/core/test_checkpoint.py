@@ -3,10 +3,13 @@
 import json
 import shutil
 from fnmatch import fnmatch
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from telefuser.core import hub, wan_keys
@@ -327,6 +330,42 @@ def test_hub_out_of_reach_is_one_clear_error(hub_cache):
     assert "org/never-downloaded: no such folder here" in str(caught.value)
     assert "hub cannot be reached" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_incomplete_cache_is_completed_from_the_hub(hub_cache, pristine, monkeypatch):
+    (hub_cache / FILES["vae"]).unlink()
+    asked = []
+
+    def download(repo_id, allow_patterns, local_files_only=False):
+        asked.append((repo_id, local_files_only))
+        if not local_files_only:
+            shutil.copy(pristine / FILES["vae"], hub_cache)
+        return str(hub_cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    inspect("org/wan-small").require_usable()
+    assert asked == [("org/wan-small", True), ("org/wan-small", False)]
+
+
+def test_unknown_hub_id_names_near_folders(tmp_path, monkeypatch):
+    def download(repo_id, allow_patterns, local_files_only=False):
+        if local_files_only:
+            raise LocalEntryNotFoundError("not cached")
+        response = SimpleNamespace(headers={}, request=None, status_code=404)
+        raise RepositoryNotFoundError("404", response=response)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "wan").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"models/wam: no such folder here.*Did you mean models/wan\?"):
+        inspect("models/wam")
+
+
+@pytest.mark.skipif(not hub._EMBEDDED_FOLDER.is_dir(), reason="the embedded model has not been built")
+def test_embedded_model():
+    found = inspect("tiny").require_usable()
+    assert (found.layout, found.folder.name) == ("official", "wan_tiny")
+    assert sum(part.num_bytes for part in found.components) <= 24 * 2**20
 
 
 def test_hub_patterns_cover_every_file_of_both_layouts():
