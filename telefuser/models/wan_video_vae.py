@@ -8,12 +8,15 @@ Shape letters: B batch, z latent channels, F frames, H W grid.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
-from telefuser.models.wan_video_vae_blocks import Decoder3d, Encoder3d, StreamCache
+from telefuser.models.wan_video_vae_blocks import Conv3d, Decoder3d, Encoder3d, StreamCache
 
 # Mean and standard deviation of the latents of the published Wan 2.1 VAE, per channel.
 WAN21_LATENTS_MEAN = (
@@ -77,9 +80,21 @@ class WanVideoVAE(nn.Module):
             raise ValueError(f"latents_std must be positive, got {self.latents_std}")
 
         self.encoder = Encoder3d(dim, z_dim * 2, dim_mult, num_res_blocks, temporal, dropout)
-        self.conv1 = nn.Conv3d(z_dim * 2, z_dim * 2, 1)
-        self.conv2 = nn.Conv3d(z_dim, z_dim, 1)
+        self.conv1 = Conv3d(z_dim * 2, z_dim * 2, 1)
+        self.conv2 = Conv3d(z_dim, z_dim, 1)
         self.decoder = Decoder3d(dim, z_dim, dim_mult, num_res_blocks, temporal[::-1], dropout)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> WanVideoVAE:
+        """A VAE from the constructor's arguments as a dict; keys with a leading underscore are notes and skipped.
+
+        Raises ValueError for any other unknown key: it could mean an architecture that this class does not have.
+        """
+        settings = {key: value for key, value in config.items() if not key.startswith("_")}
+        known = list(inspect.signature(cls).parameters)
+        if unknown := sorted(settings.keys() - set(known)):
+            raise ValueError(f"unknown VAE settings {unknown}; a Wan 2.1 VAE has {known}")
+        return cls(**settings)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,19 +136,42 @@ class WanVideoVAE(nn.Module):
         return self.normalize(torch.cat(latents, dim=2))
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor, streaming: bool = True, chunk_size: int = 1) -> torch.Tensor:
+    def decode(
+        self,
+        latents: torch.Tensor,
+        streaming: bool = True,
+        tiled: bool = False,
+        tile_size: tuple[int, int] = (34, 34),
+        tile_stride: tuple[int, int] = (18, 16),
+        chunk_size: int = 1,
+    ) -> torch.Tensor:
         """Video [B, 3, 1 + 4(F-1), 8H, 8W] in float32, clamped to [-1, 1], of normalised latents [B, z, F, H, W].
 
         Streaming decodes `chunk_size` latent frames at a time; otherwise the whole clip is decoded at once: the same
         numbers, faster on a GPU, memory proportional to F.
+
+        With `tiled` the layers above latent size run tile by tile, `tile_size` and `tile_stride` being (H, W) in latent
+        cells. There are no seams to blend: every tile also reads the cells around it that reach its pixels, 7 at the
+        published depth, so the result is the untiled one to rounding. An overlap (size - stride) of 14 holds them
+        already; a smaller one makes the computed tile larger than `tile_size` by what lacks. Memory: the video, half of
+        it for the features at latent size, and the stream of one tile. Raises ValueError for sizes that leave gaps.
         """
         batch, _, num_latents, height, width = self._checked_latents(latents).shape
-        size = (height * self.spatial_factor, width * self.spatial_factor)
-        video = torch.empty(batch, 3, 1 + (num_latents - 1) * self.temporal_factor, *size, device=self.device)
-        done = 0
-        for frames in self.decode_chunks(latents, chunk_size if streaming else num_latents):
-            video[:, :, done : done + frames.shape[2]] = frames
-            done += frames.shape[2]
+        spans = _spans(num_latents, chunk_size if streaming else num_latents)
+        factor, t_factor = self.spatial_factor, self.temporal_factor
+        shape = (batch, 3, 1 + (num_latents - 1) * t_factor, height * factor, width * factor)
+        if not tiled:
+            video = torch.empty(shape, device=self.device, dtype=torch.float32)
+            return _gather(video, self._stream(latents, spans))
+        if len(tile_size) != 2 or len(tile_stride) != 2:
+            raise ValueError(f"tile_size and tile_stride are (H, W) in latent cells, got {tile_size} and {tile_stride}")
+        rows = _tile_axis(height, tile_size[0], tile_stride[0], self.decoder.context)
+        columns = _tile_axis(width, tile_size[1], tile_stride[1], self.decoder.context)
+        features = self._features(latents, spans)
+        video = torch.empty(shape, device=self.device, dtype=torch.float32)
+        for row, column in itertools.product(rows, columns):
+            tile = video[..., row.pixels(factor), column.pixels(factor)]
+            _gather(tile, self._expand_tile(features, spans, row, column))
         return video
 
     def decode_chunks(self, latents: torch.Tensor, chunk_size: int = 1) -> Iterator[torch.Tensor]:
@@ -146,10 +184,30 @@ class WanVideoVAE(nn.Module):
 
     @torch.no_grad()
     def _stream(self, latents: torch.Tensor, spans: list[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        cache: StreamCache | None = {} if len(spans) > 1 else None
+        cache = _new_cache(spans)
+        for span in spans:
+            yield self.decoder(self._latent_chunk(latents, span), cache).float().clamp_(-1, 1)
+
+    def _latent_chunk(self, latents: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
+        chunk = latents[:, :, span[0] : span[1]].to(self.device)
+        return self.conv2(self.denormalize(chunk).to(self.dtype))
+
+    def _features(self, latents: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
+        """[B, z, F, H, W] -> [B, C, F, H, W]: the decoder's layers at latent size, streamed over the whole area."""
+        cache = _new_cache(spans)
+        chunks = (self.decoder.features(self._latent_chunk(latents, span), cache) for span in spans)
+        batch, _, frames, height, width = latents.shape
+        shape = (batch, self.decoder.feature_dim, frames, height, width)
+        return _gather(torch.empty(shape, device=self.device, dtype=self.dtype), chunks)
+
+    def _expand_tile(
+        self, features: torch.Tensor, spans: list[tuple[int, int]], row: _Tile, column: _Tile
+    ) -> Iterator[torch.Tensor]:
+        """The stream of one tile's pixels: decoded with its surroundings, which are cut off again."""
+        cache, factor = _new_cache(spans), self.spatial_factor
         for start, stop in spans:
-            z = self.denormalize(latents[:, :, start:stop].to(self.device)).to(self.dtype)
-            yield self.decoder(self.conv2(z), cache).float().clamp_(-1, 1)
+            frames = self.decoder.expand(features[:, :, start:stop, row.cells, column.cells], cache)
+            yield frames[..., row.kept(factor), column.kept(factor)].float().clamp(-1, 1)
 
     def normalize(self, mu: torch.Tensor) -> torch.Tensor:
         """(mu - mean) / std per channel, in float32: what the diffusion model works on."""
@@ -178,6 +236,52 @@ class WanVideoVAE(nn.Module):
             wanted = f"a floating-point [B, {self.z_dim}, F, H, W]"
             raise ValueError(f"latents must be {wanted}, got {tuple(latents.shape)} of {latents.dtype}")
         return latents
+
+
+class _Tile(NamedTuple):
+    """One axis of a tile in latent cells: it writes start..stop and reads window_start..window_stop."""
+
+    start: int
+    stop: int
+    window_start: int
+    window_stop: int
+
+    @property
+    def cells(self) -> slice:
+        return slice(self.window_start, self.window_stop)
+
+    def pixels(self, factor: int) -> slice:
+        return slice(self.start * factor, self.stop * factor)
+
+    def kept(self, factor: int) -> slice:
+        """Of the decoded window, the pixels that the tile writes."""
+        return slice((self.start - self.window_start) * factor, (self.stop - self.window_start) * factor)
+
+
+def _tile_axis(length: int, size: int, stride: int, context: int) -> list[_Tile]:
+    """Tiles of `size` cells every `stride` cells, the last one moved back to the end; neighbours meet mid-overlap."""
+    if not 1 <= stride <= size:
+        raise ValueError(f"tile_stride must be from 1 to tile_size, got stride {stride} for size {size} latent cells")
+    starts = [*range(0, max(length - size, 0), stride), max(length - size, 0)]
+    cuts = [0, *((left + size + right) // 2 for left, right in itertools.pairwise(starts)), length]
+    return [
+        _Tile(start, stop, max(start - context, 0), min(stop + context, length))
+        for start, stop in itertools.pairwise(cuts)
+    ]
+
+
+def _new_cache(spans: list[tuple[int, int]]) -> StreamCache | None:
+    """A stream of one chunk is the whole clip and needs to remember nothing."""
+    return {} if len(spans) > 1 else None
+
+
+def _gather(out: torch.Tensor, chunks: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Fill `out` along its frames; torch.cat would hold everything twice."""
+    done = 0
+    for frames in chunks:
+        out[:, :, done : done + frames.shape[2]] = frames
+        done += frames.shape[2]
+    return out
 
 
 def _spans(length: int, size: int) -> list[tuple[int, int]]:

@@ -14,6 +14,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from telefuser.ops.attention import attention
+from telefuser.ops.convolution import conv3d
+
 # Layer -> its last input frames. A plain dict handed from call to call: no module holds a stream's state, so several
 # streams can use one model in turn.
 StreamCache = dict[nn.Module, torch.Tensor]
@@ -36,7 +39,14 @@ def run_layers(layers, x: torch.Tensor, cache: StreamCache | None = None) -> tor
     return x
 
 
-class CausalConv3d(Streamed, nn.Conv3d):
+class Conv3d(nn.Conv3d):
+    """`nn.Conv3d` through the operator, which knows the fast routine and layout of the device."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return conv3d(x, self.weight, self.bias, self.stride, self.padding)
+
+
+class CausalConv3d(Streamed, Conv3d):
     """3-D convolution that pads time on the left only: output frame t sees input frames up to t."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: Sequence[int] = (3, 3, 3)) -> None:
@@ -91,7 +101,7 @@ class ResidualBlock(Streamed, nn.Module):
             nn.Dropout(dropout),
             CausalConv3d(out_dim, out_dim),
         )
-        self.shortcut = nn.Identity() if in_dim == out_dim else nn.Conv3d(in_dim, out_dim, 1)
+        self.shortcut = nn.Identity() if in_dim == out_dim else Conv3d(in_dim, out_dim, 1)
 
     def forward(self, x: torch.Tensor, cache: StreamCache | None = None) -> torch.Tensor:
         return self.residual(x, cache).add_(self.shortcut(x))
@@ -109,13 +119,11 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, channels, frames, height, width = x.shape
-        y = self.norm(frames_to_batch(x))  # [B*F, C, H, W]
-        y = y.flatten(2).transpose(1, 2)  # [B*F, S, C]
+        y = self.norm(frames_to_batch(x)).flatten(2).transpose(1, 2)  # [B*F, S, C]
         qkv = F.linear(y, self.to_qkv.weight.flatten(1), self.to_qkv.bias).unsqueeze(2)  # [B*F, S, 1, 3C]
-        q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(q, k, v).squeeze(1)  # [B*F, S, C]
+        y = attention(*qkv.chunk(3, dim=-1)).squeeze(2)  # [B*F, S, C]
         y = F.linear(y, self.proj.weight.flatten(1), self.proj.bias)
-        y = y.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)
+        y = y.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)  # [B, C, F, H, W]
         return x + y
 
 
@@ -125,7 +133,7 @@ class Downsample(Streamed, nn.Module):
     def __init__(self, dim: int, temporal: bool) -> None:
         super().__init__()
         self.resample = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(dim, dim, 3, stride=2))
-        self.time_conv = nn.Conv3d(dim, dim, (3, 1, 1), stride=(2, 1, 1)) if temporal else None
+        self.time_conv = Conv3d(dim, dim, (3, 1, 1), stride=(2, 1, 1)) if temporal else None
 
     def forward(self, x: torch.Tensor, cache: StreamCache | None = None) -> torch.Tensor:
         x = batch_to_frames(self.resample(frames_to_batch(x)), batch=x.shape[0])
@@ -158,18 +166,24 @@ class Upsample(Streamed, nn.Module):
 
     def _double_frames(self, x: torch.Tensor, cache: StreamCache | None) -> torch.Tensor:
         if cache is not None and self in cache:
-            return self._interleave(self.time_conv(x, cache))
+            return interleave_frames(self.time_conv(x, cache))
         if cache is not None:
             cache[self] = x.new_empty(0)  # only says that the first frame is past
         if x.shape[2] == 1:
             return x
         # The first frame passes through and is no history for the second one, which starts from zeros.
-        return torch.cat([x[:, :, :1], self._interleave(self.time_conv(x[:, :, 1:], cache))], dim=2)
+        return torch.cat([x[:, :, :1], interleave_frames(self.time_conv(x[:, :, 1:], cache))], dim=2)
 
-    @staticmethod
-    def _interleave(x: torch.Tensor) -> torch.Tensor:
-        """[B, 2C, F, H, W] -> [B, C, 2F, H, W]: the two halves of the channels are the even and the odd frames."""
-        return torch.stack(x.chunk(2, dim=1), dim=3).flatten(2, 3)
+
+def interleave_frames(x: torch.Tensor) -> torch.Tensor:
+    """[B, 2C, F, H, W] -> [B, C, 2F, H, W]: the two halves of the channels become the even and the odd frames.
+
+    One copy, frame by frame, that keeps channels last if they are: the next thing read is frames.
+    """
+    halves = x.unflatten(1, (2, -1))  # [B, 2, C, F, H, W]
+    if x.is_contiguous(memory_format=torch.channels_last_3d):
+        return halves.permute(0, 3, 1, 4, 5, 2).flatten(1, 2).permute(0, 4, 1, 2, 3)
+    return halves.permute(0, 3, 1, 2, 4, 5).flatten(1, 2).transpose(1, 2)
 
 
 def frames_to_batch(x: torch.Tensor) -> torch.Tensor:
@@ -234,6 +248,12 @@ class Decoder3d(Streamed, nn.Module):
         self.head = _head(widths[-1], 3)
         self.num_latent_layers = num_res_blocks + 1  # of `upsamples`, those before the first Upsample
         self.feature_dim = widths[1]
+        # How many latent cells around a cell its pixels see through `expand`: walked back from the head's 3x3
+        # convolution (1 pixel) through each stage's convolutions and the upsampling before it, which halves the
+        # distance. 7 at the published depth.
+        self.context = 1
+        for _ in temporal_upsample:
+            self.context = -(-(self.context + 2 * (num_res_blocks + 1) + 1) // 2)
 
     def forward(self, x: torch.Tensor, cache: StreamCache | None = None) -> torch.Tensor:
         return self.expand(self.features(x, cache), cache)

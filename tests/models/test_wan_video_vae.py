@@ -1,4 +1,4 @@
-"""The Wan 2.1 VAE against itself (whole clip, streams) and against the official key layout."""
+"""The Wan 2.1 VAE against itself (whole clip, streams, tiles), the official key layout and diffusers' own class."""
 
 import csv
 import itertools
@@ -6,11 +6,15 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from telefuser.core.wan_keys import vae_config, vae_key_map
 from telefuser.models.wan_video_vae import WanVideoVAE
+from telefuser.models.wan_video_vae_blocks import ChannelRMSNorm
 from tests.golden import golden_dir
+from tests.tolerances import rel_error
 
 MEAN, STD = (0.1, -0.2, 0.3, -0.4), (0.5, 0.75, 1.0, 1.25)
 TINY = {"dim": 4, "z_dim": 4, "num_res_blocks": 1, "latents_mean": MEAN, "latents_std": STD}
@@ -158,6 +162,109 @@ def test_memory_of_a_stream_does_not_grow_with_the_frames():
 
 
 @pytest.mark.parametrize(
+    ("height", "width", "tile_size", "tile_stride"),
+    [
+        (24, 40, (16, 16), (12, 12)),  # overlap 4: tiles read 5 more cells a side than their size
+        (13, 9, (8, 7), (3, 5)),  # odd everywhere; the last tiles move back
+        (9, 17, (4, 17), (4, 17)),  # no overlap
+        (3, 2, (2, 1), (1, 1)),  # smaller than the surroundings a tile reads
+    ],
+)
+def test_tiled_decode_has_no_seams(height, width, tile_size, tile_stride):
+    """B118: the same video as untiled, at the seams too."""
+    vae, latents = random_vae(), random_latents(5 if height == 24 else 2, height, width)
+    untiled = vae.decode(latents)
+    for streaming in (True, False):
+        tiled = vae.decode(latents, streaming=streaming, tiled=True, tile_size=tile_size, tile_stride=tile_stride)
+        torch.testing.assert_close(tiled, untiled, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_res_blocks", "context"), [(1, 5), (2, 7)])
+def test_surroundings_of_a_tile_are_what_its_pixels_see_and_no_more(num_res_blocks, context):
+    """NaN spreads as far as pixels see: a cell further out would be wasted, one less would show."""
+    vae, features = random_vae(num_res_blocks=num_res_blocks), torch.zeros(1, 16, 1, 1, 16)
+    features[..., 0] = float("nan")
+    with torch.no_grad():
+        reached = vae.decoder.expand(features)[0, 0, 0].isnan().any(dim=0)
+    assert vae.decoder.context == context
+    assert 8 + (context - 1) * 8 < reached.sum() <= 8 + context * 8
+
+
+def test_tile_as_large_as_the_image_is_exactly_the_untiled_decode():
+    vae, latents = random_vae(), random_latents(3, 5, 7)  # B118
+    untiled = vae.decode(latents)
+    for size, stride in (((5, 7), (5, 7)), ((34, 34), (18, 16))):
+        assert torch.equal(vae.decode(latents, tiled=True, tile_size=size, tile_stride=stride), untiled)
+
+
+def test_tiled_decode_needs_less_memory_and_grows_by_the_result_only():
+    vae = random_vae()
+    peaks = {}
+    for num_latents, tiled in ((3, False), (3, True), (6, True)):
+        latents = random_latents(num_latents, 48, 2)
+        with PeakBytes() as decoding:
+            video = vae.decode(latents, tiled=tiled, tile_size=(12, 2), tile_stride=(6, 2))
+        features = latents.nbytes // 4 * vae.decoder.feature_dim if tiled else 0
+        peaks[num_latents, tiled] = decoding.peak - video.nbytes - features
+    assert peaks[3, True] < 0.5 * peaks[3, False]
+    assert peaks[6, True] <= 1.1 * peaks[3, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_stays_close_to_float32(dtype):
+    vae, video = random_vae(dim=8), random_video(9)
+    latents = vae.encode(video)
+    expected = vae.decode(latents)
+    vae = vae.to(dtype)
+    assert rel_error(vae.encode(video), latents) < 2e-2
+    assert rel_error(vae.decode(latents), expected) < 2e-2
+    assert torch.equal(vae.normalize(latents), random_vae().normalize(latents))  # mean and std are not rounded
+
+
+def test_low_precision_norm_is_computed_in_float32_and_has_a_floor():
+    norm = ChannelRMSNorm(8)
+    x = torch.randn(1, 8, 2, 3, 3, generator=torch.Generator().manual_seed(4))
+    x[..., 0] = 0
+    # Squares of 300 do not fit into float16; squares of 1e-4 vanish in it.
+    for scale in (300.0, 1e-4):
+        half = (x * scale).half()
+        expected = F.normalize(half.double(), dim=1, eps=1e-12) * 8**0.5
+        torch.testing.assert_close(norm(half).double(), expected, rtol=1e-3, atol=1e-7)
+
+
+def test_config_takes_the_official_keys_and_refuses_foreign_ones():
+    config = {
+        "_class_name": "WanVAE",
+        **{"dim": 4, "z_dim": 2, "dim_mult": [1, 2], "num_res_blocks": 1, "attn_scales": []},
+        **{"temperal_downsample": [True], "dropout": 0.0, "latents_mean": [0.5, 1], "latents_std": [1, 2]},
+    }
+    vae = WanVideoVAE.from_config(config)
+    assert (vae.spatial_factor, vae.temporal_factor, vae.latents_mean, vae.latents_std) == (2, 2, (0.5, 1), (1, 2))
+    assert vae.encode(random_video(3, 6, 4)).shape == (1, 2, 2, 3, 2)
+    with pytest.raises(ValueError, match=r"unknown VAE settings \['is_residual'\]"):
+        WanVideoVAE.from_config({**config, "is_residual": True})
+
+
+def test_diffusers_class_gives_the_same_numbers():
+    """Weights travel through the key map, the configuration through its translation."""
+    diffusers = pytest.importorskip("diffusers")
+    ours = random_vae(num_res_blocks=2)
+    settings = {"base_dim": 4, "z_dim": 4, "num_res_blocks": 2, "latents_mean": MEAN, "latents_std": STD}
+    theirs = diffusers.AutoencoderKLWan(**settings).eval()
+    to_diffusers = vae_key_map().to_diffusers
+    theirs.load_state_dict({to_diffusers(key): value for key, value in ours.state_dict().items()})
+
+    translated = WanVideoVAE.from_config(vae_config(dict(theirs.config)))
+    assert (translated.latents_mean, translated.state_dict().keys()) == (MEAN, ours.state_dict().keys())
+    video, latents = random_video(9, 16, 24), random_latents(3, 2, 3)
+    with torch.no_grad():
+        moments = torch.cat(ours.encode_moments(video), dim=1)
+        torch.testing.assert_close(moments, theirs.encode(video).latent_dist.parameters, rtol=0, atol=1e-5)
+        decoded = theirs.decode(ours.denormalize(latents)).sample
+    torch.testing.assert_close(ours.decode(latents), decoded, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda vae: vae.encode(torch.zeros(1, 3, 5, 20, 16)), "16x20 must be divisible by 8"),
@@ -172,6 +279,10 @@ def test_memory_of_a_stream_does_not_grow_with_the_frames():
             lambda vae: WanVideoVAE(dim=4, z_dim=4, latents_mean=(0.0,) * 16),
             "one value for each of the 4 latent channels, got 16",
         ),
+        (lambda vae: vae.decode(torch.zeros(1, 4, 1, 2, 2), tiled=True, tile_size=(34,)), r"\(H, W\) in latent cells"),
+        (lambda vae: vae.decode(torch.zeros(1, 4, 1, 2, 2), tiled=True, tile_size=(0, 4)), "stride 18 for size 0"),
+        (lambda vae: vae.decode(torch.zeros(1, 4, 1, 2, 2), tiled=True, tile_stride=(18, 35)), "stride 35 for size 34"),
+        (lambda vae: vae.decode(torch.zeros(1, 4, 1, 2, 2), tiled=True, tile_stride=(0, 16)), "stride 0 for size 34"),
         (lambda vae: WanVideoVAE(dim=4, z_dim=2, latents_std=(1.0, 0.0)), "latents_std must be positive"),
         (lambda vae: WanVideoVAE(dim=4, dim_mult=(1, 2)), "2 stages need 1 temperal_downsample"),
         (lambda vae: WanVideoVAE(dim=0), "at least 1"),
