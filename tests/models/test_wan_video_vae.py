@@ -292,3 +292,18 @@ def test_diffusers_class_gives_the_same_numbers():
 def test_bad_input_is_refused_with_a_reason(call, message):
     with pytest.raises(ValueError, match=message):
         call(random_vae())
+
+
+def test_whole_clip_trains_compiled_without_a_graph_break():
+    vae, video = random_vae(dim_mult=(1, 2), temperal_downsample=(True,)), random_video(3, 4, 4)
+
+    def loss(video: torch.Tensor) -> torch.Tensor:
+        mu, logvar = vae.encode_moments(video)
+        return (vae.decode_raw(mu) - video).square().mean() + logvar.exp().mean()
+
+    torch._dynamo.reset()
+    weight = vae.encoder.conv1.weight
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    got, expected = (torch.autograd.grad(function(video), weight)[0] for function in (compiled, loss))
+    torch._dynamo.reset()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
