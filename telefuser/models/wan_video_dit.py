@@ -61,8 +61,11 @@ def rope_angles(head_dim: int, grid: tuple[int, int, int], device: torch.device 
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast computes in on this device type now; None where it is off or does not exist (meta)."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    """The dtype that autocast computes in on this device type now; None where it is off or does not exist (meta).
+
+    `torch.amp.is_autocast_available` would say so for every device type, but breaks the graph of torch.compile (2.11).
+    """
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
