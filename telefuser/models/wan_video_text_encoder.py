@@ -53,7 +53,7 @@ class RelativePositionBias(nn.Module):
     def forward(self, length: int) -> torch.Tensor:
         """Additive bias [1, N, length, length] (query, key) in the dtype of the weight."""
         device = self.embedding.weight.device
-        by_distance = self.embedding(relative_position_buckets(length, self.num_buckets).to(device))  # [2L-1, N]
+        by_distance = self.embedding(relative_position_buckets(length, self.num_buckets).to(device, non_blocking=True))
         position = torch.arange(length, device=device)
         index = position[None, :] - position[:, None] + (length - 1)
         return by_distance[index].permute(2, 0, 1)[None]
