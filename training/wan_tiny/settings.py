@@ -73,7 +73,7 @@ class VaeSettings:
 class DitSettings:
     """5.6 M parameters with the text encoder, which is trained along."""
 
-    steps: int = 10000
+    steps: int = 8000
     batch: int = 256
     bank_clips: int = 32400
     wordings: int = 256
@@ -101,7 +101,7 @@ SAMPLING_DEFAULTS = {
     "width": 128,
     "num_frames": 17,
     "steps": 20,
-    "guidance": 2.0,
+    "guidance": 3.0,
     "shift": 3.0,
     "fps": 8,
     "scheduler": "euler",
