@@ -104,7 +104,9 @@ def test_documentation_block_runs(source, tmp_path, monkeypatch):
     exec(compile(source, "<documentation block>", "exec"), {"__name__": "documentation"})
 
 
-@pytest.mark.skipif(not SEEDS.is_dir(), reason="the specification documents are not beside this checkout (../shared/seeds)")
+@pytest.mark.skipif(
+    not SEEDS.is_dir(), reason="the specification documents are not beside this checkout (../shared/seeds)"
+)
 @pytest.mark.parametrize("source", seed_blocks() if SEEDS.is_dir() else [])
 def test_specification_block_runs_on_cpu(source):
     """S269, S270."""
