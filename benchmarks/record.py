@@ -1,4 +1,4 @@
-"""Appends measured rows to `benchmarks/results/<device>.csv`, each with versions and commit; every benchmark writes through here."""
+"""Appends measured rows to `benchmarks/results/<device>.csv`, each with versions and commit."""
 
 import csv
 import os
@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -15,50 +16,9 @@ from telefuser.platforms import current_platform
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COLUMNS = [
-    "date",
-    "device",
-    "telefuser",
-    "commit",
-    "torch",
-    "triton",
-    "python",
-    "benchmark",
-    "case",
-    "metric",
-    "value",
-    "unit",
-    "note",
+    *("date", "device", "telefuser", "commit", "torch", "triton", "python"),
+    *("benchmark", "case", "metric", "value", "unit", "note"),
 ]
-
-
-def commit() -> str:
-    """Commit of the measured tree: TELEFUSER_COMMIT where the tree was copied without its history, otherwise git's answer ('+' = with changes)."""
-    if "TELEFUSER_COMMIT" in os.environ:
-        return os.environ["TELEFUSER_COMMIT"]
-    here = Path(__file__).resolve().parent
-    head = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
-    if head.returncode:
-        return "unknown"
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
-
-
-def device_name() -> str:
-    name = current_platform.get_device_name()
-    return name if current_platform.device_type != "cpu" else f"CPU {platform.machine()} {os.cpu_count()} cores"
-
-
-def triton_version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def append(benchmark: str, rows: list[dict], folder: Path = RESULTS) -> Path:
@@ -76,11 +36,40 @@ def append(benchmark: str, rows: list[dict], folder: Path = RESULTS) -> Path:
         "triton": triton_version(),
         "python": platform.python_version(),
         "benchmark": benchmark,
+        "note": "",
     }
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if fresh:
             writer.writeheader()
-        for row in rows:
-            writer.writerow({**common, "note": "", **row})
+        writer.writerows({**common, **row} for row in rows)
     return path
+
+
+def commit() -> str:
+    """Commit of the measured tree, with '+' where it has changes; TELEFUSER_COMMIT names it where git has no answer."""
+    if "TELEFUSER_COMMIT" in os.environ:
+        return os.environ["TELEFUSER_COMMIT"]
+    head = _git("rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return "unknown"
+    return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(*arguments: str) -> str | None:
+    here = Path(__file__).resolve().parent
+    answer = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+    return None if answer.returncode else answer.stdout.strip()
+
+
+def device_name() -> str:
+    if current_platform.device_type == "cpu":
+        return f"CPU {platform.machine()} {os.cpu_count()} cores"
+    return current_platform.get_device_name()
+
+
+def triton_version() -> str:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "none"

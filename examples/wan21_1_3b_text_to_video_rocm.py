@@ -1,4 +1,6 @@
-"""Wan2.1 1.3B text to video on one AMD GPU, eager mode. Meant for a Radeon RX 9070 (gfx1201) with ROCm 7.2; not yet run on one by this project.
+"""Wan2.1 1.3B text to video on one AMD GPU, in eager mode.
+
+Meant for a Radeon RX 9070 (gfx1201) with ROCm 7.2; this project has not run it on one.
 
     python examples/wan21_1_3b_text_to_video_rocm.py Wan-AI/Wan2.1-T2V-1.3B "a cat surfing a wave at sunset"
 

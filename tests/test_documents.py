@@ -1,6 +1,7 @@
-"""Every Python block of README and docs runs as printed, on a CPU; so does every block of the two specification documents.
+"""Every Python block of README and docs runs as printed, on a CPU; so does every block of the specification.
 
-The specification lies beside the repository for its authors only (`../shared/seeds`, or the folder in TELEFUSER_SEEDS); without it those tests skip.
+The specification lies beside the repository for its authors only (`../shared/seeds`, or the folder in TELEFUSER_SEEDS);
+without it those tests skip.
 """
 
 import ast
@@ -33,7 +34,7 @@ def parses(lines):
 
 
 def longest_block(lines, start):
-    """End of the longest run of lines from `start` that is Python; prose of the document never parses (pilcrows, full-width marks)."""
+    """End of the longest run of lines from `start` that is Python; prose never parses (pilcrows, full-width marks)."""
     for end in range(min(len(lines), start + 90), start, -1):
         body = parses(lines[start:end])
         if body and not all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Name) for node in body):
@@ -98,16 +99,14 @@ def missing_part(source):
     return "telefuser.ops.quantized_linear" if re.search(r"^replace_linear_layers\(", source, re.MULTILINE) else None
 
 
-@pytest.mark.parametrize("source", fenced_blocks())
+@pytest.mark.parametrize("source", list(fenced_blocks()))
 def test_documentation_block_runs(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(source, "<documentation block>", "exec"), {"__name__": "documentation"})
 
 
-@pytest.mark.skipif(
-    not SEEDS.is_dir(), reason="the specification documents are not beside this checkout (../shared/seeds)"
-)
-@pytest.mark.parametrize("source", seed_blocks() if SEEDS.is_dir() else [])
+@pytest.mark.skipif(not SEEDS.is_dir(), reason="the specification is not beside this checkout (../shared/seeds)")
+@pytest.mark.parametrize("source", list(seed_blocks()) if SEEDS.is_dir() else [])
 def test_specification_block_runs_on_cpu(source):
     """S269, S270."""
     missing = missing_part(source)
