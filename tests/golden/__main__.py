@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.record import commit
 from tests.golden import golden_dir
 from tests.golden.case import NotCheckedError, Row
 from tests.golden.runner import DTYPES, check_file, exact_matmul, find
@@ -60,6 +61,7 @@ def _write(path: Path, device: str, rows: list[Row], skipped: dict[str, str]) ->
     record = {
         "device": name,
         "torch": torch.__version__,
+        "commit": commit(),
         "tf32": False,
         "rows": [
             {

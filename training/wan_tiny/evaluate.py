@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import record
 from telefuser.pipelines.decode import to_uint8
 from telefuser.pipelines.denoise import denoise
 from telefuser.pipelines.prompt import encode_rows
@@ -201,6 +202,13 @@ def _save_frames(path: Path, cases: list[Case], frames: torch.Tensor, result: di
     np.savez_compressed(path, frames=frames[kept].cpu().numpy(), names=np.array(names))
 
 
+def _record(result: dict[str, Any], device_type: str, sampling: Sampling, folder: Path) -> Path:
+    case = f"{result['videos']} videos on {device_type}, {sampling}"
+    values = {"every attribute right": result["right"], "mean IoU": result["iou"]}
+    rows = [{"case": case, "metric": name, "value": f"{value:.4f}", "unit": ""} for name, value in values.items()]
+    return record.append("wan_tiny adherence", rows, folder)
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
     pipeline = WanPipeline.from_pretrained(options.model, device=options.device, dtype=options.dtype)
@@ -217,6 +225,8 @@ def main(arguments: list[str] | None = None) -> None:
         _show(report)
         if options.save_frames:
             _save_frames(options.save_frames, cases, frames, report)
+        if options.record:
+            print(_record(report, str(pipeline.device.type), sampling, options.record))
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
@@ -235,6 +245,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--scheduler")
     parser.add_argument("--sweep", action="store_true", help="compare guidance, steps and schedulers instead")
     parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        nargs="?",
+        const=record.RESULTS,
+        metavar="FOLDER",
+        help="append the result to the benchmarks' table, or to one in this folder",
+    )
     parser.add_argument("--save-frames", type=Path, help="write some videos and the wrong ones here (.npz)")
     return parser.parse_args(arguments)
 
