@@ -19,12 +19,12 @@ KINDS = (
     ("single operations", "operations"),
     ("flow schedulers", "schedulers"),
     ("whole t2v loop", "pipeline"),
+    ("radial", "radial"),
 )
 OUTSIDE = (
     ("whole i2v loop", "image-to-video is not part of this version"),
     ("CLIP", "the image encoder belongs to image-to-video, which is not part of this version"),
     ("Wan2.2 VAE", "the Wan 2.2 VAE is not part of this version"),
-    ("radial", "sparse attention is not part of this version"),
     ("SageAttention", "quantised attention is a third-party backend, not code of this project"),
 )
 
