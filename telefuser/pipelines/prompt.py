@@ -106,15 +106,3 @@ def encode_rows(encoder: torch.nn.Module, tokenizer: PromptTokenizer, texts: Seq
     longest = max(*lengths, 1)
     encoded = encoder(ids[:, :longest].to(device), mask[:, :longest].to(device))
     return [rows[:length] for rows, length in zip(encoded, lengths)]
-
-
-def encode_prompt(encoder: torch.nn.Module, tokenizer: PromptTokenizer, texts: Sequence[str]) -> torch.Tensor:
-    """Text features of prompts, [B, max_length, C] as the denoiser was trained with: rows past a prompt's tokens are 0.
-
-    What the encoder computes for padding would otherwise steer the video.
-    """
-    rows = encode_rows(encoder, tokenizer, texts)
-    padded = rows[0].new_zeros(len(rows), tokenizer.max_length, rows[0].shape[-1])
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    return padded

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from telefuser.models.wan_video_text_encoder import WanTextEncoder
-from telefuser.pipelines.prompt import PromptTokenizer, clean_text, encode_prompt, encode_rows
+from telefuser.pipelines.prompt import PromptTokenizer, clean_text, encode_rows
 from tests.pipelines.conftest import TEXT_ENCODER, write_tokenizer
 
 
@@ -86,16 +86,16 @@ def test_files_that_are_no_tokenizer_are_refused_by_name(tmp_path):
         PromptTokenizer(tmp_path / "tokenizer.json")
 
 
-def test_rows_past_a_prompt_are_exactly_zero_and_real_rows_do_not_see_them(tokenizer, encoder):
+def test_a_prompt_has_a_row_a_token_and_none_sees_the_padding(tokenizer, encoder):
     """B128."""
     texts = ["a cat", "a red circle moving right on a black background"]
     with torch.no_grad():
-        rows = encode_prompt(encoder, tokenizer, texts)
-        assert rows.shape == (2, 12, 32)
-        assert torch.count_nonzero(rows[0, 3:]) == torch.count_nonzero(rows[1, 10:]) == 0
-        assert rows[0, :3].abs().amin(dim=1).min() > 0
-        encoder.token_embedding.weight[0] = 1e3
-        assert torch.equal(encode_prompt(encoder, tokenizer, texts), rows)
+        rows = encode_rows(encoder, tokenizer, texts)
+        assert [tuple(row.shape) for row in rows] == [(3, 32), (10, 32)]
+        assert rows[0].abs().amin(dim=1).min() > 0
+        encoder.token_embedding.weight[tokenizer.pad_id] = 1e3
+        for row, again in zip(rows, encode_rows(encoder, tokenizer, texts)):
+            assert torch.equal(again, row)
 
 
 def test_a_prompt_is_encoded_the_same_alone_and_among_others(tokenizer, encoder):
@@ -107,13 +107,12 @@ def test_a_prompt_is_encoded_the_same_alone_and_among_others(tokenizer, encoder)
     torch.testing.assert_close(together[0], alone, atol=2e-6, rtol=0)
 
 
-def test_padding_to_512_rows_matches_encoding_512_tokens(tmp_path, encoder):
+def test_encoding_without_padding_matches_encoding_512_tokens(tmp_path, encoder):
     """B128: leaving padding out of the encoder changes nothing but its cost."""
     write_tokenizer(tmp_path / "google" / "tokenizer.json")
     tokenizer = PromptTokenizer(tmp_path / "google" / "tokenizer.json")
     with torch.no_grad():
-        rows = encode_prompt(encoder, tokenizer, ["a red cat"])
+        rows = encode_rows(encoder, tokenizer, ["a red cat"])[0]
         full = encoder(*tokenizer(["a red cat"]))
-    assert rows.shape == (1, 512, 32)
-    torch.testing.assert_close(rows[:, :4], full[:, :4], atol=2e-6, rtol=0)
-    assert torch.count_nonzero(rows[:, 4:]) == 0
+    assert full.shape == (1, 512, 32)
+    torch.testing.assert_close(rows, full[0, :4], atol=2e-6, rtol=0)
