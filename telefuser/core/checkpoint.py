@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from telefuser.core import hub, wan_folder, wan_layout
-from telefuser.core.model_loading import load_model, meta_parameters
 from telefuser.core.wan_component import Component, judge
 from telefuser.core.weight_files import CheckpointError, read_json
 
-__all__ = ["Checkpoint", "CheckpointError", "Component", "inspect", "load_model", "meta_parameters"]
+__all__ = ["Checkpoint", "CheckpointError", "Component", "inspect"]
 
 
 @dataclass(frozen=True)
