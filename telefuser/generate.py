@@ -61,7 +61,7 @@ def run(
     start = time.perf_counter()
     pipeline = WanPipeline.from_pretrained(model, device=device, dtype=dtype, attention=attention, offload=offload)
     report.stage(_stage("load", start, pipeline))
-    if pipeline.models["offload"]:
+    if pipeline.loaded_as["offload"]:
         report.line("  each model is on the device only during its stage")
     return _make_all(pipeline, request, paths, report)
 

@@ -90,7 +90,7 @@ class WanPipeline:
             scheduler.
         device: where the stages run. A part that lies on the host is moved there for its stage and dropped after it.
         name: what the settings of a video call the model.
-        models: further settings to note in a video's metadata (dtype, attention).
+        loaded_as: how the models were loaded, for a video's metadata (dtype, attention, offload).
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class WanPipeline:
         defaults: dict[str, Any],
         device: torch.device | str,
         name: str = "custom",
-        models: dict[str, Any] | None = None,
+        loaded_as: dict[str, Any] | None = None,
     ):
         self.text_encoder, self.dit, self.vae, self.tokenizer = text_encoder, dit, vae, tokenizer
         self.defaults, self.device, self.name = dict(defaults), platforms.resolve_device(device), name
-        self.models = {"dtype": str(next(dit.parameters()).dtype).removeprefix("torch."), **(models or {})}
+        self.loaded_as = {"dtype": str(next(dit.parameters()).dtype).removeprefix("torch."), **(loaded_as or {})}
         self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
 
     @classmethod
@@ -157,7 +157,7 @@ class WanPipeline:
                 defaults=found.defaults,
                 device=device,
                 name=found.folder.name if Path(path_or_id).is_dir() else str(path_or_id),
-                models={
+                loaded_as={
                     "dtype": str(dtype).removeprefix("torch."),
                     "attention": attention.attn_impl.name.lower(),
                     "offload": offload,
@@ -262,7 +262,7 @@ class WanPipeline:
         if not torch.isfinite(latents).all():
             raise NonFiniteError(
                 f"the model {self.name} produced NaN or infinity, the video would be black: check the weights "
-                f"(`telefuser check`), or use bfloat16 or float32 instead of {self.models['dtype']}"
+                f"(`telefuser check`), or use bfloat16 or float32 instead of {self.loaded_as['dtype']}"
             )
         return latents
 
@@ -279,7 +279,7 @@ class WanPipeline:
             for name in ("width", "height", "num_frames", "steps", "guidance", "shift", "scheduler", "fps")
         }
         made_by = {"device": str(self.device), "telefuser": __version__}
-        return own | shared | made_by | self.models
+        return own | shared | made_by | self.loaded_as
 
     @contextlib.contextmanager
     def _stage(self, name: str, stages: list[Stage], on_stage: Callable[[Stage], None] | None) -> Iterator[None]:
