@@ -188,6 +188,14 @@ def _sizes(config_file: Path, weights: WeightSet, name: str, given: dict, shapes
 
 
 def _check_vae(config_file: Path, config: dict) -> None:
+    halves = config["temperal_downsample"]
+    factors = (2 ** len(halves), 2 ** sum(map(bool, halves)))
+    if factors != (8, 4):
+        # Sizes are checked and latents are shaped by these numbers: any other VAE would give a video of another size.
+        raise CheckpointError(
+            f"{config_file}: this VAE shrinks edges {factors[0]} times and time {factors[1]} times; "
+            "one that shrinks them 8 and 4 times, as Wan2.1's, is needed."
+        )
     for key in ("latents_mean", "latents_std"):
         if key not in config and config["z_dim"] != 16:
             raise CheckpointError(f"{config_file}: '{key}' is needed for a VAE with {config['z_dim']} latent channels.")

@@ -242,6 +242,20 @@ def test_parts_of_different_checkpoints(folder):
     only_problem(folder, "text_dim is 24", "text encoder's dim 16")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "factors"),
+    [
+        ({"dim_mult": [1, 2, 2], "temperal_downsample": [True, True]}, "edges 4 times and time 4 times"),
+        ({"temperal_downsample": [False, False, True]}, "edges 8 times and time 2 times"),
+    ],
+)
+def test_vae_of_another_compression(folder, sizes, factors):
+    """It would decode to a video of another size than was asked for."""
+    shapes = RULES["vae"].shapes(VAE | sizes)
+    save_file({key: torch.zeros(shape) for key, shape in shapes.items()}, folder / FILES["vae"])
+    only_problem(folder, "config.json", factors, "8 and 4 times")
+
+
 def test_vae_of_unknown_statistics(folder):
     shapes = RULES["vae"].shapes(VAE | {"z_dim": 8})
     save_file({key: torch.zeros(shape) for key, shape in shapes.items()}, folder / FILES["vae"])
