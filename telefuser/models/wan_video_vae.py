@@ -291,7 +291,8 @@ def _spans(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, device=like.device, dtype=torch.float32).view(1, -1, 1, 1, 1)
+    # Made on the host and sent without waiting: `torch.tensor(..., device=...)` would let the device finish first.
+    return torch.tensor(values, dtype=torch.float32).to(like.device, non_blocking=True).view(1, -1, 1, 1, 1)
 
 
 def _per_channel(name: str, values: Sequence[float] | None, default: Sequence[float]) -> tuple[float, ...]:
