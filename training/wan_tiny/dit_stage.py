@@ -59,7 +59,7 @@ class DitStage:
         vae = channels_last(vae.to(self.device))
         kinds = torch.arange(self.settings.bank_clips, device=self.device) % len(grid())
         attributes = torch.tensor(grid(), device=self.device)[kinds]
-        latents, _ = encode_clips(vae, attributes, generator_for(self.device, self.seed, "bank", 0))
+        latents = encode_clips(vae, attributes, generator_for(self.device, self.seed, "bank", 0))
         self.bank = torch.cat([vae.normalize(part).half() for part in latents.split(1024)])
         self.kinds = kinds
 

@@ -68,8 +68,7 @@ class VaeStage:
         )  # what follows must see the rounded weights
         generator = generator_for(self.device, self.seed, "statistics", 0)
         attributes = torch.tensor(grid(), device=self.device).repeat(-(-self.settings.statistics_clips // 216), 1)
-        latents, _ = encode_clips(self.vae, attributes[: self.settings.statistics_clips], generator)
-        latents = latents.float()
+        latents = encode_clips(self.vae, attributes[: self.settings.statistics_clips], generator).float()
         mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
         statistics = {"latents_mean": mean.tolist(), "latents_std": std.tolist()}
         checkpoint_folder.update_config(folder, {"vae": {**self.settings.config, **statistics}})
@@ -104,9 +103,7 @@ def channels_last(vae: WanVideoVAE) -> WanVideoVAE:
 
 
 @torch.no_grad()
-def encode_clips(
-    vae: WanVideoVAE, attributes: torch.Tensor, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_clips(vae: WanVideoVAE, attributes: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Draw and encode a clip for each row of `attributes` [N, 4]: raw mu [N, z, f, 16, 16] fp16."""
     parts = []
     for part in attributes.split(ENCODE_BATCH):
@@ -114,4 +111,4 @@ def encode_clips(
         with torch.autocast(video.device.type, torch.bfloat16):
             mu, _ = vae.encode_moments(video.contiguous(memory_format=torch.channels_last_3d))
         parts.append(mu.half())
-    return torch.cat(parts), attributes
+    return torch.cat(parts)
