@@ -107,6 +107,7 @@ def test_parts_merged_by_their_log_sum_exp_are_the_whole(is_causal):
     assert torch.allclose(merged, reference(q, k, v, mask)[0], atol=1e-6)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units, or not there")
 def test_the_score_matrix_of_8192_tokens_is_never_whole():
     """B136: the whole matrix would be 2 GiB; at most 1 GiB more than before may be resident, exact to 1e-5."""
     code = """
