@@ -67,7 +67,7 @@ def test_any_number_of_dimensions(device):
 
 def test_empty_input_launches_nothing(device, monkeypatch):
     # B26
-    for kernel in ("_activate_kernel", "_activate_and_mul_kernel"):
+    for kernel in ("_activate_kernel", "_activate_flat_kernel", "_activate_and_mul_kernel"):
         monkeypatch.setattr(activation, kernel, None)
     x = torch.empty(2, 0, 8, dtype=torch.bfloat16, device=device)
     assert activate(x, "gelu").shape == (2, 0, 8)

@@ -10,7 +10,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from telefuser.kernel.triton import activation, modulate, normalization, rotary
+from telefuser.kernel.triton import activation, modulate, norm_rotary, normalization, rotary
 
 backend, arch = TARGET
 target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32)
@@ -24,14 +24,31 @@ def build(kernel, types, constants):
     triton.compile(ASTSource(kernel, signature, places), target=target, options={"num_warps": 4})
     print(kernel.__name__, flush=True)
 
-for norm in (normalization._rms_norm_kernel, normalization._layer_norm_kernel):
-    build(norm, {"x": "*bf16", "weight": "*fp32", "bias": "*bf16", "out": "*bf16"}, {"BLOCK": 2048, "s3": 1})
-    # A width or stride of 1 and an absent weight reach the kernel as constants.
-    build(norm, {"x": "*fp32", "out": "*fp32"}, {"BLOCK": 1, "s3": 1, "width": 1, "weight": None, "bias": None})
+PARTS = ("y", "gate", "weight", "bias", "scale", "shift", "total", "out")
+row = {"x2": 1, "SHARED": True, "HEAD": 1024, "TAIL": 512, "STAGES": 1}
+whole = {"x": "*fp32", "y": "*bf16", "gate": "*fp32", "weight": "*fp32", "bias": "*bf16", "scale": "*fp32"}
+whole |= {"shift": "*fp32", "total": "*fp32", "out": "*bf16"}
+for constants in (row, {**row, "SHARED": False, "STAGES": 3}):
+    build(normalization._norm_kernel, whole, {**constants, "RMS": False})
+# An absent tensor and a width or stride of 1 reach the kernel as constants.
+lone = {"x": "*bf16", "out": "*bf16"}
+absent = dict.fromkeys(PARTS[:-1])
+build(normalization._norm_kernel, lone, {**row, **absent, "RMS": True})
+build(normalization._norm_kernel, lone, {**row, **absent, "RMS": False, "HEAD": 1, "TAIL": 0, "width": 1})
+added = {name: whole[name] for name in ("x", "y", "gate", "total")}
+without = dict.fromkeys(("weight", "bias", "scale", "shift", "out"))
+build(normalization._norm_kernel, added, {**row, **without, "RMS": False})
+for rms in (True, False):
+    build(normalization._norm_wide_kernel, whole, {"x2": 1, "BLOCK": 4096, "RMS": rms})
+qk = {"q": "*bf16", "k": "*bf16", "q_weight": "*fp32", "k_weight": "*bf16", "cos": "*fp32", "sin": "*fp64"}
+for sizes in ({"HEAD": 1024, "TAIL": 512, "STAGES": 1}, {"HEAD": 4096, "TAIL": 0, "STAGES": 3}):
+    build(norm_rotary._rms_norm_rotary_kernel, {**qk, "q_out": "*bf16", "k_out": "*bf16"}, {"HALF": 64, **sizes})
 mixed = {"x": "*fp16", "scale": "*fp32", "shift": "*fp64", "out": "*fp16"}
 build(modulate._fused_scale_shift_kernel, mixed, {"BLOCK": 2048})
 for name in activation.ACTIVATIONS:
     build(activation._activate_kernel, {"x": "*bf16", "out": "*bf16"}, {"BLOCK": 1024, "ACTIVATION": name})
+flat = {"x": "*bf16", "out": "*bf16", "elements": "i64"}
+build(activation._activate_flat_kernel, flat, {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"})
 gated = {"gate": "*bf16", "hidden": "*bf16", "out": "*bf16"}
 build(activation._activate_and_mul_kernel, gated, {"BLOCK": 1024, "ACTIVATION": "gelu"})
 turned = {"x": "*bf16", "cos": "*fp64", "sin": "*fp64", "out": "*bf16"}
@@ -46,5 +63,5 @@ for interleaved, half in ((True, {}), (False, {"half": 1})):
 def test_every_kernel_compiles(target, tmp_path):
     code = COMPILE.replace("TARGET", repr(target))
     built = in_fresh_process(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)).split()
-    assert len(built) == 12
+    assert len(built) == 18
     assert {name for name in built if name.endswith("_kernel")} == set(built)

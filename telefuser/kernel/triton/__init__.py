@@ -5,10 +5,13 @@ import importlib
 _HOME = {
     "activate": "activation",
     "activate_and_mul": "activation",
+    "add_gated": "normalization",
+    "add_layer_norm": "normalization",
     "apply_rotary_embedding": "rotary",
     "fused_scale_shift": "modulate",
     "layer_norm": "normalization",
     "rms_norm": "normalization",
+    "rms_norm_rotary": "norm_rotary",
 }
 
 __all__ = sorted(_HOME)

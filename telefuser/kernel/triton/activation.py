@@ -10,10 +10,13 @@ from __future__ import annotations
 import torch
 
 from telefuser.kernel import constexpr, jit, tl
+from telefuser.kernel.triton.launch import warps_of_threads
 from telefuser.kernel.triton.rows import block_of, check, row_offset, row_views, sizes, strides, warps_of
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu")
 MAX_BLOCK = 2048
+# A contiguous tensor is one long row, cut where it suits: 16 elements a thread of 128.
+FLAT_BLOCK, FLAT_THREADS = 2048, 128
 
 
 @jit
@@ -43,6 +46,14 @@ def _activate_kernel(x, out, n1, n2, s0, s1, s2, s3, width, ACTIVATION: constexp
         tl.store(out + cols, _activation(v, ACTIVATION).to(out.dtype.element_ty), mask=mask)
 
 
+@jit
+def _activate_flat_kernel(x, out, elements, ACTIVATION: constexpr, BLOCK: constexpr):
+    cols = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < elements
+    v = _activation(tl.load(x + cols, mask=mask, other=0.0).to(tl.float32), ACTIVATION)
+    tl.store(out + cols, v.to(out.dtype.element_ty), mask=mask)
+
+
 @jit(do_not_specialize=["n1", "n2"])
 def _activate_and_mul_kernel(gate, hidden, out, n1, n2, s0, s1, s2, s3, width, ACTIVATION: constexpr, BLOCK: constexpr):
     row = tl.program_id(0)
@@ -70,6 +81,11 @@ def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     _check("activate", x, activation)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
+        return out
+    if x.is_contiguous():
+        _activate_flat_kernel[(-(-x.numel() // FLAT_BLOCK),)](
+            x, out, x.numel(), ACTIVATION=activation, BLOCK=FLAT_BLOCK, num_warps=warps_of_threads(FLAT_THREADS, x)
+        )
         return out
     for rows, target in row_views(x, out):
         n0, n1, n2, width = sizes(rows)

@@ -78,3 +78,37 @@ def _fold(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             folded.append((size, steps))
     shape = [size for size, _ in folded] + [tensors[0].shape[-1]]
     return tuple(t.as_strided(shape, [steps[i] for _, steps in folded] + [t.stride(-1)]) for i, t in enumerate(tensors))
+
+
+def token_views(*tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+    """As `row_views`, of rank 3 exactly: fewer strides for a launch to pass on."""
+    rank = tensors[0].dim()
+    if rank == 3:
+        return (tensors,)
+    if rank < 3:
+        return (tuple(t[(None,) * (3 - rank)] for t in tensors),)
+    tensors = _fold(tensors)
+    if tensors[0].dim() <= 3:
+        return token_views(*tensors)
+    return [views for parts in zip(*(t.unbind(0) for t in tensors)) for views in token_views(*parts)]
+
+
+def pieces(width: int) -> tuple[int, int]:
+    """Powers of two (head, tail) with head <= width <= head + tail; the tail is 0 where the head is all.
+
+    A row of 1536 is 1024 + 512 and one of 5120 is 4096 + 1024, without idle lanes: a single block would be 2048, 8192.
+    """
+    head = 1 << (width.bit_length() - 1)
+    return head, block_of(width - head, head) if width > head else 0
+
+
+def spread(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A view of `vector` with x's shape and neighbouring columns; a [B, D] beside a [B, S, D] x means [B, 1, D]."""
+    if vector.dim() == 2 and x.dim() == 3:
+        vector = vector.unsqueeze(1)
+    return dense_columns(vector.expand(*vector.shape[:-1], x.shape[-1])).expand(x.shape)
+
+
+def dense_columns(x: torch.Tensor) -> torch.Tensor:
+    """`x`, copied only where its last dimension does not lie element after element."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
