@@ -2,7 +2,8 @@
 
 from telefuser.ops.base import CustomOp, CustomOpFunction, register_custom_op
 from telefuser.ops.normalization import AdaLayerNormContinuous, LayerNorm, RMSNorm, fused_scale_shift, modulate
-from telefuser.ops.rotary import apply_rotary_emb
+from telefuser.ops.residual_norm import add_gated, add_layer_norm_modulate, layer_norm_modulate
+from telefuser.ops.rotary import apply_rotary_emb, rms_norm_rotary
 
 __all__ = [
     "AdaLayerNormContinuous",
@@ -10,8 +11,12 @@ __all__ = [
     "CustomOpFunction",
     "LayerNorm",
     "RMSNorm",
+    "add_gated",
+    "add_layer_norm_modulate",
     "apply_rotary_emb",
     "fused_scale_shift",
+    "layer_norm_modulate",
     "modulate",
     "register_custom_op",
+    "rms_norm_rotary",
 ]

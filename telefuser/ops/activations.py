@@ -91,6 +91,20 @@ class FP32SiLU(CustomOp):
         return _activate_cuda(x, "silu")
 
 
+class GELUTanh(CustomOp):
+    """The tanh approximation of GELU alone, rounded once to x's dtype. x: any shape and strides, floating point.
+
+    Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
+    """
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        # PyTorch computes half precision in float32 here and keeps no float32 copy for the backward pass.
+        return _gelu_tanh(x)
+
+    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        return _activate_cuda(x, "gelu_tanh")
+
+
 class GELU(nn.Module):
     """A projection [..., dim_in] -> [..., dim_out], then GELU.
 

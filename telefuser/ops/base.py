@@ -117,6 +117,8 @@ class CustomOpFunction:
     name: for messages.  native_impl, cuda_impl, npu_impl, rocm_impl: same arguments each; only the first is required.
     compiled_impl: what `torch.compile` sees instead of native_impl, an operator registered with `register_custom_op`.
     It serves tables and other arguments without gradient only, so a tensor after the first that needs one means native.
+    traced_impl: what `torch.compile` traces instead of native_impl, where a composition of other operators suits it
+    better.
     """
 
     kernel_dtypes: frozenset[torch.dtype] | None = KERNEL_DTYPES
@@ -130,6 +132,7 @@ class CustomOpFunction:
         rocm_impl: Callable | None = None,
         *,
         compiled_impl: Callable | None = None,
+        traced_impl: Callable | None = None,
     ):
         self.name = name
         self.native_impl = native_impl
@@ -137,6 +140,7 @@ class CustomOpFunction:
         self.npu_impl = npu_impl
         self.rocm_impl = rocm_impl
         self.compiled_impl = compiled_impl
+        self.traced_impl = traced_impl or native_impl
 
     def __repr__(self) -> str:
         return f"CustomOpFunction({self.name!r})"
@@ -144,7 +148,7 @@ class CustomOpFunction:
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             if self.compiled_impl is None or any(t.requires_grad for t in args[1:] if isinstance(t, torch.Tensor)):
-                return self.native_impl(*args, **kwargs)
+                return self.traced_impl(*args, **kwargs)
             return self.compiled_impl(*args, **kwargs)
         return self.eager(*args, **kwargs)
 

@@ -186,7 +186,7 @@ def fused_scale_shift(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, scale_constant: float = 1.0
 ) -> torch.Tensor:
     """x * (scale_constant + scale) + shift: scale comes before shift. Shapes, dtypes and errors as for `modulate`."""
-    return _fused_scale_shift(x, _beside("scale", scale, x), _beside("shift", shift, x), scale_constant)
+    return _fused_scale_shift(x, beside("scale", scale, x), beside("shift", shift, x), scale_constant)
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -198,10 +198,10 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
     as `chunk` leaves them, never expanded in memory; any float dtype.
     Returns x's shape and dtype. Raises ValueError where shift or scale does not fit x, or x is not floating point.
     """
-    return _fused_scale_shift(x, _beside("scale", scale, x), _beside("shift", shift, x), 1.0)
+    return _fused_scale_shift(x, beside("scale", scale, x), beside("shift", shift, x), 1.0)
 
 
-def _beside(name: str, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def beside(name: str, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A view of `vector` that broadcasts to x's shape and never beyond it."""
     given = vector.shape
     if vector.dim() == 2:

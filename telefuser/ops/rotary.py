@@ -1,9 +1,10 @@
-"""Rotary position embedding for queries and keys. Su et al., "RoFormer", 2021."""
+"""Rotary position embedding for queries and keys, alone and behind their norm. Su et al., "RoFormer", 2021."""
 
 import torch
 
 import telefuser.kernel.triton as kernels
 from telefuser.ops.base import CustomOpFunction, register_custom_op
+from telefuser.ops.normalization import compute_dtype
 
 
 def _rotary_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -99,3 +100,68 @@ def _beside(name: str, table: torch.Tensor, x: torch.Tensor, axis: int) -> torch
     if table.shape[3] == width:
         table = table[..., ::2]
     return table.movedim(1, axis)
+
+
+def _normed(x, weight, eps):
+    h = x.to(compute_dtype(x))
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return h if weight is None else h * weight.to(h.dtype)
+
+
+def _norm_rotary_native(q, k, q_weight, k_weight, cos, sin, num_heads, eps):
+    return tuple(
+        _rotary_native(_normed(x, weight, eps).unflatten(-1, (num_heads, -1)), cos, sin).to(x.dtype)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+
+
+def _norm_rotary_traced(q, k, q_weight, k_weight, cos, sin, num_heads, eps):
+    # The norm is rounded here, so that the opaque rotation behind it reads half of what float32 would be.
+    return tuple(
+        _rotary(_normed(x, weight, eps).to(x.dtype).unflatten(-1, (num_heads, -1)), cos, sin)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+
+
+def _norm_rotary_cuda(q, k, q_weight, k_weight, cos, sin, num_heads, eps):
+    if q.shape[-1] > _WIDEST_FUSED or k.dtype != q.dtype:
+        return _norm_rotary_native(q, k, q_weight, k_weight, cos, sin, num_heads, eps)
+    return kernels.rms_norm_rotary(q, k, q_weight, k_weight, cos, sin, num_heads, eps)
+
+
+# The kernel holds a row in registers; published models are 5120 wide at most.
+_WIDEST_FUSED = 16384
+_norm_rotary = CustomOpFunction(
+    "rms_norm_rotary", _norm_rotary_native, cuda_impl=_norm_rotary_cuda, traced_impl=_norm_rotary_traced
+)
+
+
+def rms_norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    freqs: tuple[torch.Tensor, torch.Tensor],
+    num_heads: int,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`RMSNorm` over the whole width of q and of k, then `apply_rotary_emb` on each head: one pass over memory.
+
+    q, k: [B, S, C] floating point, any strides (slices of one projection as they are).  q_weight, k_weight: [C] or
+    None.  freqs: as for `apply_rotary_emb` on [B, S, num_heads, C / num_heads].
+    Returns contiguous [B, S, num_heads, C / num_heads] tensors of the inputs' dtype, computed in float32 (float64 for
+    float64) and rounded once; under torch.compile twice, because there the rotation is an operator of its own.
+    ValueError where shapes do not fit or C is not num_heads times an even width.
+    """
+    if q.dim() != 3 or k.shape != q.shape:
+        raise ValueError(f"rms_norm_rotary takes q and k [B, S, C] alike, got {tuple(q.shape)} and {tuple(k.shape)}")
+    width = q.shape[-1]
+    if num_heads < 1 or width == 0 or width % (2 * num_heads):
+        raise ValueError(f"a width of {width} is not {num_heads} heads of an even width")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None and weight.shape != (width,):
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, q and k are {width} wide")
+    cos, sin = freqs
+    heads = q.unflatten(-1, (num_heads, -1))
+    cos, sin = _beside("cos", cos, heads, 1), _beside("sin", sin, heads, 1)
+    return _norm_rotary(q, k, q_weight, k_weight, cos, sin, num_heads, eps)

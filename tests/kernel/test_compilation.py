@@ -25,7 +25,7 @@ def build(kernel, types, constants):
     print(kernel.__name__, flush=True)
 
 PARTS = ("y", "gate", "weight", "bias", "scale", "shift", "total", "out")
-row = {"x2": 1, "SHARED": True, "HEAD": 1024, "TAIL": 512, "STAGES": 1}
+row = {"SHARED": True, "HEAD": 1024, "TAIL": 512, "STAGES": 1}
 whole = {"x": "*fp32", "y": "*bf16", "gate": "*fp32", "weight": "*fp32", "bias": "*bf16", "scale": "*fp32"}
 whole |= {"shift": "*fp32", "total": "*fp32", "out": "*bf16"}
 for constants in (row, {**row, "SHARED": False, "STAGES": 3}):
@@ -39,7 +39,7 @@ added = {name: whole[name] for name in ("x", "y", "gate", "total")}
 without = dict.fromkeys(("weight", "bias", "scale", "shift", "out"))
 build(normalization._norm_kernel, added, {**row, **without, "RMS": False})
 for rms in (True, False):
-    build(normalization._norm_wide_kernel, whole, {"x2": 1, "BLOCK": 4096, "RMS": rms})
+    build(normalization._norm_wide_kernel, whole, {"BLOCK": 4096, "RMS": rms})
 qk = {"q": "*bf16", "k": "*bf16", "q_weight": "*fp32", "k_weight": "*bf16", "cos": "*fp32", "sin": "*fp64"}
 for sizes in ({"HEAD": 1024, "TAIL": 512, "STAGES": 1}, {"HEAD": 4096, "TAIL": 0, "STAGES": 3}):
     build(norm_rotary._rms_norm_rotary_kernel, {**qk, "q_out": "*bf16", "k_out": "*bf16"}, {"HALF": 64, **sizes})

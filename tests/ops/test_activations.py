@@ -10,6 +10,7 @@ from telefuser.ops.activations import (
     GELU,
     ApproximateGELU,
     FP32SiLU,
+    GELUTanh,
     LinearActivation,
     SwiGLU,
     gelu_and_mul,
@@ -226,3 +227,19 @@ def test_agrees_with_the_official_activations(interpreted, request):
         torch.testing.assert_close(module.requires_grad_(False)(x)[:, 0], data[name], rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(FP32SiLU()(data["act.x"]), data["act.silu"], rtol=2e-6, atol=1e-6)
     assert_close(FP32SiLU()(data["act.x"].bfloat16()), data["act.silu.bf16"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("poison_empty")
+def test_gelu_tanh_alone(dtype, interpreted_cuda, monkeypatch):
+    # Contiguous input is one long row for the kernel; 5000 elements are two whole blocks of it and a part
+    x = torch.cat((torch.randn(4990) * 3, torch.tensor([-1e4, 1e4] * 5))).view(2, 25, 100).to(dtype)
+    wanted = F.gelu(x.double(), approximate="tanh")
+    launched, launch = [], kernels.activate
+    monkeypatch.setattr(kernels, "activate", lambda *args: launched.append(args[1]) or launch(*args))
+    gelu = GELUTanh()
+    for out in (gelu(x), gelu(x.transpose(1, 2)).transpose(1, 2), gelu.forward_native(x)):
+        assert out.dtype == dtype
+        assert_close(out, wanted)
+    assert launched == ["gelu_tanh", "gelu_tanh"]
+    assert gelu.state_dict() == {}

@@ -6,7 +6,16 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from telefuser.ops import AdaLayerNormContinuous, LayerNorm, RMSNorm, apply_rotary_emb, modulate
+from telefuser.ops import (
+    AdaLayerNormContinuous,
+    LayerNorm,
+    RMSNorm,
+    add_layer_norm_modulate,
+    apply_rotary_emb,
+    layer_norm_modulate,
+    modulate,
+    rms_norm_rotary,
+)
 from telefuser.ops.activations import FP32SiLU, gelu_and_mul, silu_and_mul
 from telefuser.ops.ffn import PROJECTIONS, FeedForward
 from tests.tolerances import assert_close
@@ -78,6 +87,36 @@ def test_rotation_is_the_only_opaque_node():
     assert opaque == [ROTATION]
     assert torch.rsqrt in targets
     assert nn.functional.layer_norm in targets
+
+
+class FusedBlock(nn.Module):
+    """The operators that take a whole group of steps each."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_q, self.norm_k = RMSNorm(DIM), RMSNorm(DIM)
+
+    def forward(self, x, cond, freqs):
+        h = layer_norm_modulate(x, cond, cond)
+        q, k = rms_norm_rotary(h, h, self.norm_q.weight, self.norm_k.weight, freqs, HEADS, 1e-5)
+        x, h = add_layer_norm_modulate(x, (q * k).flatten(-2), cond, cond, cond)
+        return x + h
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_fused_operators_are_traced_up_to_the_rotation(grad, interpreted_cuda):
+    # C11: norms and modulation fuse with their neighbours, the rotation stays one opaque node, in training too
+    block, args = FusedBlock().requires_grad_(grad), inputs()
+    targets = captured(block, *args)
+    opaque = [target for target in targets if isinstance(target, torch._ops.OpOverload)]
+    assert opaque == [ROTATION] * 2
+    assert targets.count(nn.functional.layer_norm) == 2
+    torch._dynamo.reset()
+    out = torch.compile(block, backend="aot_eager", fullgraph=True)(*args)
+    assert_close(out, block(*args), "matmul")
+    if grad:
+        out.sum().backward()
+        assert block.norm_k.weight.grad.abs().sum() > 0
 
 
 def test_the_compiled_rotation_runs_its_kernel(interpreted_cuda, monkeypatch):

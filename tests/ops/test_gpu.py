@@ -4,8 +4,28 @@ import pytest
 import torch
 
 import telefuser.kernel.triton as kernels
-from telefuser.ops import AdaLayerNormContinuous, LayerNorm, RMSNorm, apply_rotary_emb, fused_scale_shift, modulate
-from telefuser.ops.activations import GEGLU, GELU, ApproximateGELU, FP32SiLU, SwiGLU, gelu_and_mul, silu_and_mul
+from telefuser.ops import (
+    AdaLayerNormContinuous,
+    LayerNorm,
+    RMSNorm,
+    add_gated,
+    add_layer_norm_modulate,
+    apply_rotary_emb,
+    fused_scale_shift,
+    layer_norm_modulate,
+    modulate,
+    rms_norm_rotary,
+)
+from telefuser.ops.activations import (
+    GEGLU,
+    GELU,
+    ApproximateGELU,
+    FP32SiLU,
+    GELUTanh,
+    SwiGLU,
+    gelu_and_mul,
+    silu_and_mul,
+)
 from tests.kernel.layouts import LAYOUTS, strided
 from tests.ops.machines import use
 from tests.ops.rounding import assert_rounded_once
@@ -15,6 +35,7 @@ from tests.tolerances import assert_close
 pytestmark = pytest.mark.gpu
 HALF = [torch.bfloat16, torch.float16]
 LAUNCHERS = ("rms_norm", "layer_norm", "fused_scale_shift", "apply_rotary_embedding", "activate", "activate_and_mul")
+LAUNCHERS += ("add_layer_norm", "add_gated", "rms_norm_rotary")
 
 
 class NativeOnly:
@@ -66,6 +87,16 @@ def operators(width, dtype, device="cuda"):
         "modulate": (lambda x: modulate(x, row[0][: x.shape[0]], row[1][: x.shape[0]]), "fused_scale_shift"),
         "modulate tokens": (lambda x: fused_scale_shift(x, x, x, 0.5), "fused_scale_shift"),
         "FP32SiLU": (FP32SiLU(), "activate"),
+        "GELUTanh": (GELUTanh(), "activate"),
+        "LayerNorm modulated": (
+            lambda x: layer_norm_modulate(x, row[0][: x.shape[0]], row[1][: x.shape[0]]),
+            "layer_norm",
+        ),
+        "LayerNorm of a sum": (
+            lambda x: add_layer_norm_modulate(x, x, *(r[: x.shape[0]] for r in row[:3]))[1],
+            "add_layer_norm",
+        ),
+        "add_gated": (lambda x: add_gated(x, x, row[2][: x.shape[0]]), "add_gated"),
     }
     if width % 2 == 0:
         ops["apply_rotary_emb"] = (lambda x: rotate(x[:, :, None] if x.dim() == 3 else x), "apply_rotary_embedding")
@@ -94,6 +125,26 @@ def test_kernels_agree_with_native(width, dtype, launched, monkeypatch):
         if width > 1 or "Layer" not in name:
             assert_close(out, native)
         if dtype in HALF and width > 1:
+            assert_rounded_once(out, native)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(("heads", "width"), [(1, 2), (3, 42), (12, 128), (40, 128)])
+@pytest.mark.usefixtures("poison_empty")
+def test_norm_and_rotation_agree_with_native(heads, width, dtype, launched, monkeypatch):
+    qkv = torch.randn(2, 7, 3, heads * width, device="cuda").to(dtype)
+    weights = torch.randn(2, heads * width, device="cuda")
+    angles = torch.rand(7, width // 2, device="cuda") * 6
+
+    def run():
+        return rms_norm_rotary(*qkv.unbind(2)[:2], *weights, (angles.cos(), angles.sin()), heads)
+
+    outs = run()
+    assert launched == ["rms_norm_rotary"]
+    use(monkeypatch, NativeOnly())
+    for out, native in zip(outs, run()):
+        assert_close(out, native)
+        if dtype in HALF:
             assert_rounded_once(out, native)
 
 

@@ -3,10 +3,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import telefuser.kernel.triton as kernels
-from telefuser.ops.rotary import apply_rotary_emb
+from telefuser.ops.rotary import apply_rotary_emb, rms_norm_rotary
 from telefuser.platforms import NPUPlatform
 from tests.golden import golden_dir
 from tests.ops.machines import on_cpu, use
+from tests.ops.rounding import assert_rounded_once
 from tests.tolerances import assert_close
 
 B, S, H, D = 2, 7, 3, 16
@@ -218,3 +219,54 @@ def test_agrees_with_the_official_rotation(interpreted, request):
             tokens = len(grid)
             out = apply_rotary_emb(x[item : item + 1, :tokens], freqs)
             assert (out - wanted[item, :tokens]).abs().max() <= 1e-6
+
+
+# Behind the norm of queries and keys
+
+
+def normed(x, weight, heads):
+    x = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return (x if weight is None else x * weight.double()).unflatten(-1, (heads, -1))
+
+
+@pytest.mark.usefixtures("poison_empty")
+@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_norm_and_rotation_agree_with_the_float64_formula(dtype, interpreted, request):
+    if interpreted:
+        request.getfixturevalue("interpreted_cuda")
+    qkv = torch.randn(2, 5, 3, 36).to(dtype)
+    weights = torch.randn(2, 36)
+    angles = torch.rand(5, 6, dtype=torch.float64) * 6
+    wide = angles.cos(), angles.sin()
+    tables = wide if dtype is torch.float64 else tuple(t.float() for t in wide)
+    for q_weight, k_weight in (weights, (None, None)):
+        outs = rms_norm_rotary(*qkv.unbind(2)[:2], q_weight, k_weight, tables, 3)
+        for out, x, weight in zip(outs, qkv.unbind(2), (q_weight, k_weight)):
+            assert out.shape == (2, 5, 3, 12)
+            assert out.dtype == dtype
+            wanted = apply_rotary_emb(normed(x, weight, 3), wide)
+            assert_close(out, wanted)
+            if dtype in (torch.float16, torch.bfloat16):
+                assert_rounded_once(out, wanted)
+
+
+def test_norm_and_rotation_pass_gradients_on():
+    q, k = (torch.randn(1, 3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = [torch.randn(8, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    angles = torch.rand(3, 2, dtype=torch.float64)
+    tables = angles.cos(), angles.sin()
+    assert torch.autograd.gradcheck(lambda q, k, *w: rms_norm_rotary(q, k, *w, tables, 2), (q, k, *weights))
+
+
+def test_norm_and_rotation_refuse_what_does_not_fit():
+    x, tables = torch.randn(2, 5, 36), (torch.randn(5, 6), torch.randn(5, 6))
+    with pytest.raises(ValueError, match=r"alike, got \(2, 5, 36\) and \(2, 1, 36\)"):
+        rms_norm_rotary(x, x[:, :1], None, None, tables, 3)
+    for heads in (0, 5, 4):
+        with pytest.raises(ValueError, match=f"36 is not {heads} heads of an even width"):
+            rms_norm_rotary(x, x, None, None, tables, heads)
+    with pytest.raises(ValueError, match=r"k_weight has shape \(12,\), q and k are 36 wide"):
+        rms_norm_rotary(x, x, None, torch.ones(12), tables, 3)
+    with pytest.raises(ValueError, match="cos holds 4 positions"):
+        rms_norm_rotary(x, x, None, None, (tables[0][:4], tables[1]), 3)

@@ -28,9 +28,9 @@ def _load(pointer, cols, mask):
 
 
 @jit
-def _residual(x, x_cols, y, y_at, gate, gate_at, total, cols, mask):
+def _residual(x, y, y_at, gate, gate_at, total, cols, mask):
     """x, or x + gate * y, which is rounded to the dtype of `total`, stored there, and goes on as rounded."""
-    v = _load(x, x_cols, mask)
+    v = _load(x, cols, mask)
     if y is not None:
         added = _load(y + y_at, cols, mask)
         if gate is not None:
@@ -67,7 +67,7 @@ def _offset(bias, scale, scale_at, shift, shift_at, cols, mask):
 @jit(do_not_specialize=["n1", "tiles", "rows"])
 def _norm_kernel(
     x, y, gate, weight, bias, scale, shift, total, out,
-    n1, tiles, rows, x0, x1, x2, y0, y1, gate0, gate1, scale0, scale1, shift0, shift1, width, eps,
+    n1, tiles, rows, x0, x1, y0, y1, gate0, gate1, scale0, scale1, shift0, shift1, width, eps,
     RMS: constexpr, SHARED: constexpr, HEAD: constexpr, TAIL: constexpr, STAGES: constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -92,9 +92,9 @@ def _norm_kernel(
         total_row = total
         if total is not None:
             total_row = total + at
-        v = _residual(x_row, head.to(tl.int64) * x2, y, y_at, gate, gate_at, total_row, head, None)
+        v = _residual(x_row, y, y_at, gate, gate_at, total_row, head, None)
         if TAIL > 0:
-            w = _residual(x_row, tail.to(tl.int64) * x2, y, y_at, gate, gate_at, total_row, tail, mask)
+            w = _residual(x_row, y, y_at, gate, gate_at, total_row, tail, mask)
         if out is not None:
             if not RMS:
                 # Differences first: mean(x^2) - mean^2 in float32 is off by thousands for rows around 1e4.
@@ -125,7 +125,7 @@ def _norm_kernel(
 @jit(do_not_specialize=["n1"])
 def _norm_wide_kernel(
     x, y, gate, weight, bias, scale, shift, total, out,
-    n1, x0, x1, x2, y0, y1, gate0, gate1, scale0, scale1, shift0, shift1, width, eps,
+    n1, x0, x1, y0, y1, gate0, gate1, scale0, scale1, shift0, shift1, width, eps,
     RMS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -140,20 +140,20 @@ def _norm_wide_kernel(
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         cols = start + lanes
-        sums += _residual(x, cols.to(tl.int64) * x2, y, y_at, gate, gate_at, total, cols, cols < width)
+        sums += _residual(x, y, y_at, gate, gate_at, total, cols, cols < width)
     if out is not None:
         mean = tl.sum(sums if not RMS else tl.zeros([BLOCK], tl.float32), 0) / width
         squares = tl.zeros([BLOCK], tl.float32)
         for start in range(0, width, BLOCK):
             cols = start + lanes
-            v = _residual(x, cols.to(tl.int64) * x2, y, y_at, gate, gate_at, total, cols, cols < width)
+            v = _residual(x, y, y_at, gate, gate_at, total, cols, cols < width)
             v = tl.where(cols < width, v - mean, 0.0)
             squares += v * v
         norm = 1.0 / tl.sqrt(tl.sum(squares, 0) / width + eps)
         for start in range(0, width, BLOCK):
             cols = start + lanes
             mask = cols < width
-            v = _residual(x, cols.to(tl.int64) * x2, y, y_at, gate, gate_at, total, cols, mask)
+            v = _residual(x, y, y_at, gate, gate_at, total, cols, mask)
             v = (v - mean) * norm * _factor(weight, scale, scale_at, cols, mask)
             v += _offset(bias, scale, scale_at, shift, shift_at, cols, mask)
             tl.store(out + at + cols, v.to(out.dtype.element_ty), mask=mask)
@@ -227,7 +227,7 @@ def _launch(
         return total, out
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    y = y if y is None else dense_columns(y)
+    x, y = dense_columns(x), y if y is None else dense_columns(y)
     gate, scale, shift = (v if v is None else spread(v, x) for v in (gate, scale, shift))
     given = (x, y, gate, scale, shift, total, out)
     present = [t for t in given if t is not None]
@@ -241,7 +241,7 @@ def _run(x, y, gate, scale, shift, total, out, weight, bias, eps, rms) -> None:
     """One launch for views of rank 3."""
     n0, n1, width = x.shape
     tensors = (x, y, gate, weight, bias, scale, shift, total, out)
-    strides = (*x.stride(), *_steps(y), *_steps(gate), *_steps(scale), *_steps(shift))
+    strides = (*_steps(x), *_steps(y), *_steps(gate), *_steps(scale), *_steps(shift))
     if width > MAX_IN_REGISTERS:
         _norm_wide_kernel[(n0 * n1,)](
             *tensors, n1, *strides, width, eps, RMS=rms, BLOCK=BLOCK_OF_WIDE_ROWS, num_warps=8
