@@ -62,6 +62,7 @@ def free_names():
     """What the samples of the specification leave to the reader."""
     from telefuser.core.config import AttentionConfig
     from telefuser.ops import CustomOp
+    from telefuser.ops.attention import MaskMap, SparseAttentionState
 
     heads = torch.randn(3, 1, 32, 4, 16)
     return {
@@ -76,6 +77,7 @@ def free_names():
         "q": heads[0],
         "k": heads[1],
         "v": heads[2],
+        "sparse_state": SparseAttentionState(AttentionConfig.radial_attention(dense_timesteps=40), MaskMap(32, 4)),
         "load_my_model": lambda: torch.nn.Sequential(torch.nn.Linear(64, 64)),
         "model": torch.nn.Sequential(torch.nn.Linear(64, 64)),
         "input_tensor": torch.randn(2, 64),

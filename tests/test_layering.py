@@ -186,7 +186,7 @@ from telefuser.core.config import AttentionConfig, AttnImplType
 from telefuser.ops.attention import attention
 from telefuser.ops.attention.backends import availability
 usable = [impl for impl, reason in availability().items() if reason is None]
-assert usable == [AttnImplType.TORCH_SDPA], usable
+assert [impl.name for impl in usable] == ["TORCH_SDPA", "RADIAL_ATTN", "LOCAL_SPARSE_ATTN"], usable
 
 import logging
 records = []

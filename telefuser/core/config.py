@@ -52,6 +52,7 @@ _SHORT_NAMES = {
     "FA4": "FLASH_ATTN_4",
     "SPARGE": "SPARGE_ATTN",
     "RADIAL": "RADIAL_ATTN",
+    "LOCAL": "LOCAL_SPARSE_ATTN",
     "LOCAL_SPARSE": "LOCAL_SPARSE_ATTN",
 }
 
@@ -87,15 +88,17 @@ class SparseAttentionConfig:
     sparse_impl: the pattern; None takes the one of the `AttentionConfig` that holds this object.
     dense_timesteps, dense_layers: the first so many denoising steps, and layers, attend densely.
     decay_factor: radial only; how fast the window narrows with the distance between two frames, larger keeps more.
-    local_window_size: local only; blocks to each side that a block attends to, in height and width.
+    local_window_size: local only; how far a token sees to each side in (frames, rows, columns) of the video's tokens;
+        one number stands for all three.
     block_size: tokens a side of one block of the mask, 64 or 128.
+    use_sage_attention: take a kernel that quantises, where one is installed.
     """
 
     sparse_impl: AttnImplType | None = None
     dense_timesteps: int = 40
     dense_layers: int = 0
     decay_factor: float = 1.0
-    local_window_size: int = 6
+    local_window_size: int | tuple[int, int, int] = 6
     block_size: int = 128
     use_sage_attention: bool = False
 
@@ -110,7 +113,17 @@ class SparseAttentionConfig:
         _check_int(self, "dense_timesteps", minimum=0)
         _check_int(self, "dense_layers", minimum=0)
         _check_number(self, "decay_factor", positive=True)
-        _check_int(self, "local_window_size", minimum=1)
+        window = self.local_window_size
+        if not isinstance(window, (list, tuple)):
+            _check_int(self, "local_window_size", minimum=1)
+        elif len(window) != 3 or not all(_is_int(size) and size >= 0 for size in window):
+            raise ValueError(
+                f"SparseAttentionConfig.local_window_size is {window!r}; give one number of at least 1, or "
+                "(frames, rows, columns) of at least 0 each"
+            )
+        else:
+            # Masks are cached by it.
+            object.__setattr__(self, "local_window_size", tuple(window))
         # The block kernels tile by 64 or 128 tokens; any other size would read across a tile.
         if self.block_size not in (64, 128):
             raise ValueError(f"block_size is {self.block_size!r}; the sparse kernels take 64 or 128")
@@ -202,11 +215,11 @@ class AttentionConfig:
         cls,
         dense_timesteps: int = 40,
         dense_layers: int = 0,
-        local_window_size: int = 6,
+        local_window_size: int | tuple[int, int, int] = 6,
         block_size: int = 128,
         **kwargs: Any,
     ) -> "AttentionConfig":
-        """Attention within a window of blocks around each block; `kwargs` as above."""
+        """Attention within a window of frames, rows and columns around each token; `kwargs` as above."""
         sparse = SparseAttentionConfig(
             sparse_impl=AttnImplType.LOCAL_SPARSE_ATTN,
             dense_timesteps=dense_timesteps,

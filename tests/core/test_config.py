@@ -45,6 +45,7 @@ def test_short_backend_names():
     assert AttnImplType.parse(" cuDNN ") is AttnImplType.TORCH_CUDNN
     assert AttnImplType.parse("fa3") is AttnImplType.FLASH_ATTN_3
     assert AttnImplType.parse("radial") is AttnImplType.RADIAL_ATTN
+    assert AttnImplType.parse("local") is AttnImplType.LOCAL_SPARSE_ATTN
 
 
 @pytest.mark.parametrize("name", ["", "flash", "FLASH_ATTN_5", 3, None])
@@ -81,6 +82,8 @@ def test_local_sparse_config():
     config = AttentionConfig.local_sparse_attention(dense_timesteps=1, local_window_size=3, is_causal=True)
     assert config.sparse_config.sparse_impl is AttnImplType.LOCAL_SPARSE_ATTN
     assert (config.sparse_config.local_window_size, config.is_causal) == (3, True)
+    window = AttentionConfig.local_sparse_attention(local_window_size=[2, 6, 0]).sparse_config.local_window_size
+    assert window == (2, 6, 0)
 
 
 def test_sparse_backend_without_details_gets_the_defaults():
@@ -113,6 +116,9 @@ def test_sparse_backend_without_details_gets_the_defaults():
         (lambda: SparseAttentionConfig(block_size=96), ["96", "64 or 128"]),
         (lambda: SparseAttentionConfig(block_size=0), ["0", "64 or 128"]),
         (lambda: SparseAttentionConfig(decay_factor=0), ["decay_factor", "above 0"]),
+        (lambda: SparseAttentionConfig(local_window_size=0), ["local_window_size", "at least 1"]),
+        (lambda: SparseAttentionConfig(local_window_size=(1, 2)), ["(1, 2)", "frames, rows, columns"]),
+        (lambda: SparseAttentionConfig(local_window_size=(1, 2, -1)), ["(1, 2, -1)", "at least 0"]),
         (lambda: SparseAttentionConfig(dense_timesteps=-1), ["-1", "at least 0"]),
         (lambda: SparseAttentionConfig(dense_layers=True), ["True", "whole number"]),
         (lambda: SparseAttentionConfig(sparse_impl=AttnImplType.FLASH_ATTN_3), ["FLASH_ATTN_3", "RADIAL_ATTN"]),

@@ -7,8 +7,9 @@ import torch
 
 from telefuser.core.config import AttentionConfig, AttnImplType
 from telefuser.ops.attention import torch_sdpa as sdpa
-from telefuser.ops.attention.backends import TABLE, choose
-from telefuser.ops.attention.dense_backend import Call, run
+from telefuser.ops.attention.backends import run_chosen
+from telefuser.ops.attention.dense_backend import Call
+from telefuser.ops.attention.sparse_attention import SparseAttentionState, attend, state_at
 from telefuser.ops.base import CustomOpFunction
 
 _AUTO = AttentionConfig()
@@ -21,7 +22,7 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     attention_config: AttentionConfig | None = None,
-    sparse_state: object | None = None,
+    sparse_state: SparseAttentionState | None = None,
     attn_impl: AttnImplType | str | None = None,
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
@@ -44,7 +45,9 @@ def attention(
         attend to nothing (all False or -inf) gives 0.
     scale: factor on q kᵀ; None is the config's, and without one D ** -0.5.
     is_causal: query i sees keys 0..i, also when Sq is not Skv (top-left alignment); a mask applies besides.
-    sparse_state: the state of a sparse pattern; a dense backend does not look at it.
+    sparse_state: what a sparse pattern has to know of the video and the run. RADIAL_ATTN and LOCAL_SPARSE_ATTN compute
+        densely without it, with one warning a process, and where q and k differ in length (the text's cross-attention),
+        without one. A dense backend does not look at it.
     return_lse: also return log(sum(exp(scores))), natural logarithm, [B, N, Sq] float32, -inf for a row without keys.
 
     Returns [B, Sq, N, Dv] in BSND, in v's dtype; with `return_lse` the pair (out, lse). Skv = 0 gives zeros.
@@ -67,6 +70,21 @@ def attention(
     q, k, v = _one_dtype(q, k, v)
     if scale is None:
         scale = q.shape[-1] ** -0.5
+    if sparse_state is not None and impl.takes_sparse_config:
+        _check_state(sparse_state, impl, config)
+        tokens = 1 if input_layout == "BSND" else 2
+        if attn_mask is None and not is_causal and not config.dropout and q.shape[tokens] == k.shape[tokens]:
+            out, lse = _sparse_attention(
+                q=q,
+                k=k,
+                v=v,
+                position=sparse_state.position,
+                scale=scale,
+                return_lse=return_lse,
+                input_layout=input_layout,
+                output_layout=output_layout,
+            )
+            return (out, lse) if return_lse else out
     out, lse = _attention(
         q=q,
         k=k,
@@ -89,22 +107,8 @@ def _attend(q, k, v, mask, impl, scale, is_causal, dropout, strict, return_lse, 
     if call.q.numel() == 0 or call.k.numel() == 0 or call.v.numel() == 0:
         out, lse = _without_keys(call)
     else:
-        out, lse = _run_chosen(AttnImplType[impl], call, strict)
+        out, lse = run_chosen(AttnImplType[impl], call, strict)
     return out.transpose(1, 2) if output_layout == "BSND" else out, lse
-
-
-def _run_chosen(impl: AttnImplType, call: Call, strict: bool):
-    while True:
-        record, entry = choose(impl, call, strict)
-        try:
-            return run(record, entry, call)
-        except torch.OutOfMemoryError:
-            raise
-        # Whoever asked for AUTO did not ask for this package: what it fails with is logged, and the next one tried.
-        except Exception as error:
-            if impl is not AttnImplType.AUTO or record.impl is TABLE.fallback:
-                raise
-            TABLE.mark_broken(record.impl, error)
 
 
 def _compiled(q, k, v, mask, **options):
@@ -153,6 +157,46 @@ def _attention_fake(q, k, v, mask, impl, scale, is_causal, dropout, strict, retu
 _attention = CustomOpFunction("attention", _attend, compiled_impl=_compiled)
 
 
+def _attend_sparse(q, k, v, position, scale, return_lse, input_layout, output_layout):
+    call = _to_call(q, k, v, None, scale, False, 0.0, return_lse, input_layout)
+    if call.q.numel() == 0 or call.v.numel() == 0:
+        out, lse = _without_keys(call)
+    else:
+        out, lse = attend(call, state_at(position))
+    return out.transpose(1, 2) if output_layout == "BSND" else out, lse
+
+
+def _compiled_sparse(q, k, v, **options):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _uncompiled_sparse(q, k, v, **options)
+    return _sparse_attention_op(q, k, v, **options)
+
+
+# The backward pass follows the blocks that were computed, which the compiler cannot see: a graph break.
+_uncompiled_sparse = torch.compiler.disable(_attend_sparse)
+
+
+@torch.library.custom_op(
+    "telefuser::sparse_attention",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor position, float scale, bool return_lse, str input_layout, "
+        "str output_layout) -> (Tensor, Tensor)"
+    ),
+)
+def _sparse_attention_op(q, k, v, position, scale, return_lse, input_layout, output_layout):
+    out, lse = _attend_sparse(q, k, v, position, scale, return_lse, input_layout, output_layout)
+    return out.contiguous(), q.new_empty(0, dtype=torch.float32) if lse is None else lse.contiguous()
+
+
+@_sparse_attention_op.register_fake
+def _sparse_attention_fake(q, k, v, position, scale, return_lse, input_layout, output_layout):
+    return _attention_fake(q, k, v, None, "", scale, False, 0.0, False, return_lse, input_layout, output_layout)
+
+
+_sparse_attention = CustomOpFunction("sparse_attention", _attend_sparse, compiled_impl=_compiled_sparse)
+
+
 def _to_call(q, k, v, mask, scale, is_causal, dropout, return_lse, input_layout) -> Call:
     if input_layout == "BSND":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -176,6 +220,16 @@ def _one_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
     if dtype is not torch.float64 and torch.is_autocast_enabled(v.device.type):
         dtype = torch.get_autocast_dtype(v.device.type)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _check_state(state: SparseAttentionState, impl: AttnImplType, config: AttentionConfig):
+    if not isinstance(state, SparseAttentionState):
+        raise ValueError(f"sparse_state is {state!r}; give SparseAttentionState(attention_config, MaskMap(...))")
+    if impl is not state.config.sparse_impl or config.sparse_config not in (None, state.config):
+        raise ValueError(
+            f"sparse_state was made for {state.config}, but attention is asked for {impl.name} with "
+            f"{config.sparse_config}; make the state from the same configuration"
+        )
 
 
 def _check(q, k, v, mask, input_layout, output_layout):

@@ -13,10 +13,11 @@ import torch
 from telefuser import platforms
 from telefuser.core.config import AttentionConfig, AttnImplType
 from telefuser.ops.attention import torch_sdpa as sdpa
-from telefuser.ops.attention.dense_backend import Call, DenseBackend, unsuitable
+from telefuser.ops.attention.block_sparse import describe_executor
+from telefuser.ops.attention.dense_backend import Call, DenseBackend, run, unsuitable
 from telefuser.ops.backend_table import BackendTable, Entry, Source
 
-TABLE = BackendTable("attention", AttnImplType.TORCH_SDPA, "sparse attention is not part of this version")
+TABLE = BackendTable("attention", AttnImplType.TORCH_SDPA, "it is a sparse pattern, not a dense backend")
 
 
 def backend(impl: AttnImplType, **declared) -> Callable:
@@ -246,6 +247,21 @@ def sparge_attn(entry: Entry, call: Call):
     return out, None
 
 
+def run_chosen(impl: AttnImplType, call: Call, strict: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out [B, N, Sq, Dv] and lse or None, by what `choose` names; AUTO goes on to the next where a package fails."""
+    while True:
+        record, entry = choose(impl, call, strict)
+        try:
+            return run(record, entry, call)
+        except torch.OutOfMemoryError:
+            raise
+        # Whoever asked for AUTO did not ask for this package: what it fails with is logged, and the next one tried.
+        except Exception as error:
+            if impl is not AttnImplType.AUTO or record.impl is TABLE.fallback:
+                raise
+            TABLE.mark_broken(record.impl, error)
+
+
 def choose(impl: AttnImplType, call: Call, strict: bool = False) -> tuple[DenseBackend, Entry]:
     """The record and function that compute `call` when `impl` is asked for.
 
@@ -254,6 +270,8 @@ def choose(impl: AttnImplType, call: Call, strict: bool = False) -> tuple[DenseB
     """
     if impl is AttnImplType.AUTO:
         return _choose_auto(call)
+    if impl.takes_sparse_config:
+        return _choose_without_pattern(impl, call, strict)
     found = TABLE.probe(impl, call.q.device)
     if isinstance(found, str):
         return TABLE.fall_back(impl, found, strict), Entry()
@@ -265,6 +283,21 @@ def choose(impl: AttnImplType, call: Call, strict: bool = False) -> tuple[DenseB
         # A sparse pattern is for the video's own tokens; the text's cross-attention is dense by design.
         return TABLE.record(TABLE.fallback), Entry()
     return TABLE.fall_back(impl, refusal.text, strict, refusal.kind), Entry()
+
+
+def _choose_without_pattern(impl: AttnImplType, call: Call, strict: bool) -> tuple[DenseBackend, Entry]:
+    """What computes a call that the sparse pattern does not take: dense, and said so except for text."""
+    if call.q.shape[2] != call.k.shape[2]:
+        return _choose_auto(call)
+    if call.mask is not None:
+        kind, reason = "mask", "it takes no attention mask beside its own"
+    elif call.is_causal:
+        kind, reason = "causal", "it has no causal form"
+    elif call.dropout:
+        kind, reason = "dropout", "it has no dropout"
+    else:
+        kind, reason = "state", "attention() was given no sparse_state, so it does not know the video's shape"
+    return TABLE.fall_back(impl, reason, strict, kind), Entry()
 
 
 def _choose_auto(call: Call) -> tuple[DenseBackend, Entry]:
@@ -294,7 +327,12 @@ def auto_order(device: torch.device | None = None) -> tuple[AttnImplType, ...]:
 
 def availability(device: torch.device | None = None) -> dict[AttnImplType, str | None]:
     """For each member but AUTO: None when it can be used on `device` (default: the current one), else the reason."""
-    return {impl: TABLE.reason(impl, device) for impl in AttnImplType if impl is not AttnImplType.AUTO}
+    # PyTorch's own operators compute the patterns wherever nothing faster does.
+    return {
+        impl: None if impl.takes_sparse_config else TABLE.reason(impl, device)
+        for impl in AttnImplType
+        if impl is not AttnImplType.AUTO
+    }
 
 
 def describe_choice(
@@ -303,6 +341,8 @@ def describe_choice(
     """One line for logs: what is used on `device` when `impl` is asked for, and why not something else."""
     device = None if device is None else torch.device(device)
     impl = impl.attn_impl if isinstance(impl, AttentionConfig) else AttnImplType.parse(impl)
+    if impl.takes_sparse_config:
+        return f"{impl.name} by {describe_executor(device)}, {describe_choice(device=device)} where it is dense"
     if impl is not AttnImplType.AUTO:
         reason = TABLE.reason(impl, device)
         return impl.name if reason is None else f"{TABLE.fallback.name} ({impl.name} cannot be used: {reason})"
@@ -317,8 +357,9 @@ def describe_choice(
 
 def supports_return_lse(impl: AttnImplType | str) -> bool:
     """Whether `impl` can return the log-sum-exp; one that cannot leaves such calls to `get_lse_fallback_impl()`."""
-    record = TABLE.record(AttnImplType.parse(impl))
-    return record is not None and bool(record.lse_keyword)
+    impl = AttnImplType.parse(impl)
+    record = TABLE.record(impl)
+    return impl.takes_sparse_config or (record is not None and bool(record.lse_keyword))
 
 
 def get_lse_fallback_impl() -> AttnImplType:

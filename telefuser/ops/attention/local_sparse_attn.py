@@ -46,7 +46,7 @@ def check_grid(grid: tuple[int, int, int]) -> tuple[int, int, int]:
     return grid
 
 
-def clear_local_mask_cache() -> None:
+def clear_cache() -> None:
     """Forget every mask; they take N x N bytes each, and at most 16 are kept."""
     _build.cache_clear()
 

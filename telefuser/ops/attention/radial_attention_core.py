@@ -60,7 +60,7 @@ def frame_window(
     return max(halved * decay_factor, float(block_size)), is_kept
 
 
-def clear_radial_mask_cache() -> None:
+def clear_cache() -> None:
     """Forget every mask; they take N x N bytes each, and at most 16 are kept."""
     _build.cache_clear()
 

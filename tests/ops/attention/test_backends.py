@@ -47,7 +47,8 @@ def messages(caplog):
 # Availability
 
 
-# What runs on which NVIDIA generation when every package is there, besides TORCH_SDPA; cuDNN depends on the build.
+EVERYWHERE = {IMPL.TORCH_SDPA, IMPL.RADIAL_ATTN, IMPL.LOCAL_SPARSE_ATTN}
+# What runs on which NVIDIA generation when every package is there, besides these; cuDNN depends on the build.
 GENERATIONS = {
     (6, 0): set(),
     (7, 5): set(),
@@ -67,7 +68,7 @@ def test_generations_decide_what_is_available(sim_gpu, all_stubs, arch):
     sim_gpu(arch)
     answers = availability()
     usable = {impl for impl, reason in answers.items() if reason is None} - {IMPL.TORCH_CUDNN}
-    assert usable == {IMPL.TORCH_SDPA, *GENERATIONS[arch]}
+    assert usable == {*EVERYWHERE, *GENERATIONS[arch]}
     assert not any(calls(package) for package in ALL_STUBS)
     assert (answers[IMPL.TORCH_CUDNN] is None) == (arch[0] in range(8, 13) and torch.backends.cudnn.is_available())
 
@@ -78,8 +79,7 @@ def test_every_member_has_an_answer_with_a_reason_everywhere(monkeypatch, all_st
         monkeypatch.setattr(platforms, "current_platform", platform)
         answers = availability()
         assert set(answers) == set(IMPL) - {IMPL.AUTO}
-        assert [impl for impl, reason in answers.items() if reason is None] == [IMPL.TORCH_SDPA]
-        assert answers[IMPL.RADIAL_ATTN] == "sparse attention is not part of this version"
+        assert {impl for impl, reason in answers.items() if reason is None} == EVERYWHERE
         assert f"this platform is {platform.device_name}" in answers[IMPL.FLASH_ATTN_2]
 
 
@@ -143,7 +143,7 @@ attention(q, q, q)
     assert printed.count("FLASH_ATTN_2 cannot be used: the tensors are on cpu") == 1
 
 
-def test_rocm_offers_sdpa_only_and_loads_nothing_else(tmp_path):
+def test_rocm_offers_what_pytorch_computes_and_loads_nothing_else(tmp_path):
     """S055, S056, S068, S073, B02: an AMD (9, 4) is no Hopper."""
     names = ("tf_kernel", "flash_attn", "flash_attn_interface", "sageattention", "spas_sage_attn")
     install_stubs(tmp_path, names, "raise SystemExit('imported')")
@@ -162,7 +162,7 @@ print(all(torch.equal(attention(q, k, v, attn_impl="FLASH_ATTN_2"), expected) fo
 print([name for name in {names} if name in sys.modules], backends.FLASH_ATTN_2_AVAILABLE)
 """
     printed = in_fresh_process(code, path=[tmp_path])
-    assert "rocm ['TORCH_SDPA']" in printed
+    assert "rocm ['TORCH_SDPA', 'RADIAL_ATTN', 'LOCAL_SPARSE_ATTN']" in printed
     assert "True\n[] False" in printed
     assert printed.count("FLASH_ATTN_2 cannot be used") == 1
 
@@ -170,7 +170,7 @@ print([name for name in {names} if name in sys.modules], backends.FLASH_ATTN_2_A
 # Fallback
 
 
-@pytest.mark.parametrize("impl", EXPLICIT, ids=lambda impl: impl.name)
+@pytest.mark.parametrize("impl", [i for i in EXPLICIT if not i.takes_sparse_config], ids=lambda impl: impl.name)
 def test_an_absent_backend_gives_way_with_one_warning(impl, caplog):
     """S047, S048, S049, S050, S244, B42: result, scale, mask, causal and layouts are those of TORCH_SDPA."""
     q, k, v = qkv(queries=16, keys=12)
@@ -200,7 +200,7 @@ def test_a_sparse_config_without_state_is_dense_with_one_warning(caplog):
         out = attention(q, k, v, AttentionConfig.radial_attention(dense_timesteps=40))
     assert_close(out, reference(q, k, v)[0], "attention")
     assert len(messages(caplog)) == 1
-    assert "sparse attention is not part of this version" in messages(caplog)[0]
+    assert "no sparse_state" in messages(caplog)[0]
 
 
 REFUSED = {
@@ -509,7 +509,7 @@ def test_who_returns_the_log_sum_exp():
     assert backends.supports_return_lse(IMPL.FLASH_ATTN_3)
     assert backends.supports_return_lse("TORCH_SDPA")
     assert not backends.supports_return_lse(IMPL.SPARGE_ATTN)
-    assert not backends.supports_return_lse(IMPL.RADIAL_ATTN)
+    assert backends.supports_return_lse(IMPL.RADIAL_ATTN)
     assert backends.get_lse_fallback_impl() is IMPL.TORCH_SDPA
 
 

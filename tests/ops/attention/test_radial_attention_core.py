@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from telefuser.ops.attention.radial_attention_core import clear_radial_mask_cache, frame_window, radial_block_mask
+from telefuser.ops.attention.radial_attention_core import clear_cache, frame_window, radial_block_mask
 
 
 def by_tokens(num_frame, size, block, decay, model, seq_len):
@@ -116,7 +116,7 @@ def test_wrong_arguments_are_named(arguments, words):
 
 
 def test_cache_is_bounded_and_keeps_shapes_apart():
-    clear_radial_mask_cache()
+    clear_cache()
     first = radial_block_mask(640, 4)
     assert radial_block_mask(640, 4) is first
     for frames in range(1, 40):
@@ -126,7 +126,7 @@ def test_cache_is_bounded_and_keeps_shapes_apart():
 
 
 def test_a_mask_made_in_inference_mode_serves_training():
-    clear_radial_mask_cache()
+    clear_cache()
     with torch.inference_mode():
         mask = radial_block_mask(640, 4)
     scores = torch.randn(len(mask), len(mask), requires_grad=True)

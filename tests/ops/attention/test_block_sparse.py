@@ -1,0 +1,189 @@
+"""Attention over kept blocks against float64 attention under the same mask, written out token by token."""
+
+import pytest
+import torch
+
+from telefuser.ops.attention import block_sparse
+from telefuser.ops.attention.block_sparse import BlockMask, block_sparse_attention
+from telefuser.ops.attention.dense_backend import Call
+from tests.ops.attention.reference import qkv, reference
+from tests.tolerances import assert_close
+
+
+@pytest.fixture(autouse=True)
+def fresh_table():
+    block_sparse.TABLE.forget()
+    yield
+    block_sparse.TABLE.forget()
+
+
+def random_keep(*shape, density=0.4, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    keep = torch.rand(*shape, generator=generator) < density
+    keep.diagonal(dim1=-2, dim2=-1)[:] = True
+    return keep
+
+
+def by_token(mask):
+    """[.., .., S, S], True where the query sees the key."""
+    wide = mask.by_head.repeat_interleave(mask.block_size, -1).repeat_interleave(mask.block_size, -2)
+    return wide[..., : mask.tokens, : mask.tokens]
+
+
+def run(q, k, v, mask, return_lse=True, scale=None):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    call = Call(q, k, v, None, q.shape[-1] ** -0.5 if scale is None else scale, return_lse=return_lse)
+    out, lse = block_sparse_attention(call, mask)
+    return out.transpose(1, 2), lse
+
+
+SHAPES = {
+    "odd length": ((), 1, 1000),
+    "whole blocks": ((), 2, 640),
+    "shorter than a block": ((), 2, 50),
+    "a head each": ((4,), 2, 333),
+    "one head for all": ((1,), 2, 333),
+    "an entry each": ((2, 1), 2, 333),
+    "an entry and head each": ((2, 4), 2, 333),
+}
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("name", SHAPES)
+def test_output_and_lse_equal_masked_attention(name, block):
+    leading, batch, tokens = SHAPES[name]
+    blocks = -(-tokens // block)
+    mask = BlockMask(random_keep(*leading, blocks, blocks), block, tokens)
+    q, k, v = qkv(batch=batch, queries=tokens)
+    out, lse = run(q, k, v, mask, scale=0.3)
+    expected, expected_lse = reference(q, k, v, mask=by_token(mask), scale=0.3)
+    assert_close(out, expected, "attention", torch.float32)
+    assert_close(lse, expected_lse, "attention", torch.float32)
+    assert_close(run(q, k, v, mask, return_lse=False, scale=0.3)[0], expected, "attention", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype):
+    mask = BlockMask(random_keep(6, 6), 64, 370)
+    q, k, v = qkv(queries=370, dtype=dtype)
+    out, lse = run(q, k, v, mask)
+    expected, expected_lse = reference(q, k, v, mask=by_token(mask))
+    assert out.dtype is dtype
+    assert lse.dtype is torch.float32
+    assert_close(out, expected, "attention", dtype)
+    assert_close(lse, expected_lse, "attention", torch.float32 if dtype is torch.float64 else dtype)
+
+
+@pytest.mark.parametrize("leading", [(), (4,)])
+def test_grouped_key_heads_and_another_value_dim(leading):
+    mask = BlockMask(random_keep(*leading, 5, 5), 64, 300)
+    q, k, v = qkv(queries=300, key_heads=2)
+    v = torch.cat((v, v), dim=-1)[..., :24]
+    out, _ = run(q, k, v, mask)
+    assert_close(out, reference(q, k, v, mask=by_token(mask))[0], "attention")
+
+
+def test_strided_views_of_one_projection():
+    projected = torch.randn(2, 300, 3, 4, 16)
+    q, k, v = projected.unbind(2)
+    mask = BlockMask(random_keep(5, 5), 64, 300)
+    assert_close(run(q, k, v, mask)[0], reference(q, k, v, mask=by_token(mask))[0], "attention")
+
+
+def test_a_query_without_keys_gives_zeros():
+    keep = random_keep(4, 4)
+    keep[2] = False
+    mask = BlockMask(keep, 64, 250)
+    q, k, v = qkv(queries=250)
+    out, lse = run(q, k, v, mask)
+    assert out[:, 128:192].eq(0).all()
+    assert lse[:, :, 128:192].eq(float("-inf")).all()
+    assert_close(out, reference(q, k, v, mask=by_token(mask))[0], "attention")
+
+
+def test_padding_of_the_last_block_is_no_key():
+    """A padded key would have score 0, far above these."""
+    mask = BlockMask(torch.ones(2, 2, dtype=torch.bool), 64, 65)
+    q, k, v = qkv(queries=65)
+    k = k - 50 * q.mean(dim=1, keepdim=True).sign()
+    out, lse = run(q, k, v, mask)
+    expected, expected_lse = reference(q, k, v)
+    assert_close(out, expected, "attention")
+    assert_close(lse, expected_lse, "attention")
+
+
+def test_gradients_equal_masked_attention():
+    mask = BlockMask(random_keep(4, 4), 64, 200)
+    q, k, v = (t.requires_grad_() for t in qkv(queries=200, heads=2))
+    run(q, k, v, mask, return_lse=False)[0].square().sum().backward()
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    scores = torch.einsum("bqnd,bknd->bnqk", *wide[:2]) * 0.25
+    weights = scores.masked_fill(~by_token(mask), float("-inf")).softmax(-1)
+    torch.einsum("bnqk,bknd->bqnd", weights, wide[2]).square().sum().backward()
+    for ours, theirs in zip((q, k, v), wide):
+        assert_close(ours.grad, theirs.grad, "matmul")
+
+
+def test_memory_is_linear_in_the_tokens(monkeypatch):
+    """The largest single tensor is that of the gathered keys: twice the tokens at twice the kept blocks is twice it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for item in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(item, torch.Tensor) and item.is_floating_point():
+                    self.size = max(self.size, item.numel())
+            return result
+
+    sizes = []
+    for tokens in (1000, 2000, 4000):
+        mask = BlockMask(random_keep(-(-tokens // 64), -(-tokens // 64)), 64, tokens)
+        q, k, v = qkv(batch=1, queries=tokens, heads=1)
+        with Largest() as largest:
+            run(q, k, v, mask)
+        sizes.append(largest.size)
+    assert all(size <= -(-tokens // 64) * 64 * 16 for size, tokens in zip(sizes, (1000, 2000, 4000)))
+
+
+def test_rows_with_the_same_keys_share_one_call():
+    mask = BlockMask(torch.ones(50, 50, dtype=torch.bool), 64, 3200)
+    assert [len(heads[0]) for heads in mask.plan] == [1]
+    assert mask.plan is mask.plan
+    mask = BlockMask(torch.eye(3, dtype=torch.bool)[[0, 0, 1, 2]][:, [0, 0, 1, 2]], 64, 256)
+    assert [(r.first, r.last, r.keys, r.has_last) for r in mask.plan[0][0]] == [
+        (0, 2, slice(0, 2), False),
+        (2, 3, slice(2, 3), False),
+        (3, 4, slice(3, 4), True),
+    ]
+
+
+def test_density_counts_tokens():
+    assert BlockMask(torch.ones(3, 3, dtype=torch.bool), 64, 150).density == pytest.approx(1.0)
+    mask = BlockMask(torch.eye(2, dtype=torch.bool), 64, 96)
+    assert mask.density == pytest.approx((64**2 + 32**2) / 96**2)
+    assert mask.density == pytest.approx(by_token(mask).double().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: BlockMask(torch.ones(2, 2), 64, 100), "bool"),
+        (lambda: BlockMask(torch.ones(2, 2, dtype=torch.bool), 96, 100), "96; the sparse kernels take 64 or 128"),
+        (lambda: BlockMask(torch.ones(2, 2, dtype=torch.bool), 64, 200), "must be 4"),
+        (lambda: run(*qkv(queries=100), BlockMask(torch.ones(2, 2, dtype=torch.bool), 64, 101)), "for 101 tokens"),
+        (
+            lambda: run(*qkv(queries=100, keys=80), BlockMask(torch.ones(2, 2, dtype=torch.bool), 64, 100)),
+            "100 queries over 80 keys",
+        ),
+        (
+            lambda: run(*qkv(queries=100), BlockMask(torch.ones(3, 2, 2, dtype=torch.bool), 64, 100)),
+            "batch 2 and 4 heads",
+        ),
+    ],
+)
+def test_masks_that_do_not_fit_are_named(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
