@@ -6,6 +6,20 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
+def round_fp8_as_hardware_does(patch) -> None:
+    """The interpreter rounds float32 to FP8 half away from zero in some ties, hardware half to even."""
+    convert = interpreter._convert_float
+    formats = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+    def rounded(values, source, target, mode):
+        if source == tl.float32 and target in formats:
+            wide = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
+            return wide.to(formats[target]).view(torch.uint8).numpy().reshape(values.shape)
+        return convert(values, source, target, mode)
+
+    patch.setattr(interpreter, "_convert_float", rounded)
+
+
 def round_bfloat16_as_hardware_does(patch) -> None:
     """The interpreter cuts float32 off to bfloat16 (error: one step), hardware rounds to nearest even (half a step)."""
     convert = interpreter._convert_float

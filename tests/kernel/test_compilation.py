@@ -10,7 +10,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from telefuser.kernel.triton import activation, modulate, norm_rotary, normalization, rotary
+from telefuser.kernel.triton import activation, modulate, norm_rotary, normalization, quantize, rotary
 
 backend, arch = TARGET
 target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32)
@@ -55,6 +55,8 @@ turned = {"x": "*bf16", "cos": "*fp64", "sin": "*fp64", "out": "*bf16"}
 for interleaved, half in ((True, {}), (False, {"half": 1})):
     tile = {"INTERLEAVED": interleaved, "ROWS": 16, "BLOCK": 64, **half}
     build(rotary._apply_rotary_embedding_kernel, turned, tile)
+to_fp8 = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "largest": "fp32", "smallest": "fp32"}
+build(quantize._per_token_quant_fp8_kernel, to_fp8, {"BLOCK": 2048, "s1": 1})
 """
 
 
@@ -63,5 +65,5 @@ for interleaved, half in ((True, {}), (False, {"half": 1})):
 def test_every_kernel_compiles(target, tmp_path):
     code = COMPILE.replace("TARGET", repr(target))
     built = in_fresh_process(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)).split()
-    assert len(built) == 18
+    assert len(built) == 19
     assert {name for name in built if name.endswith("_kernel")} == set(built)

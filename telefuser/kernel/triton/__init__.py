@@ -10,6 +10,7 @@ _HOME = {
     "apply_rotary_embedding": "rotary",
     "fused_scale_shift": "modulate",
     "layer_norm": "normalization",
+    "per_token_quant_fp8": "quantize",
     "rms_norm": "normalization",
     "rms_norm_rotary": "norm_rotary",
 }
