@@ -79,6 +79,8 @@ class QuantKernelBackend(Enum):
     CUTLASS = auto()
     TORCHAO = auto()
     BITSANDBYTES = auto()
+    TORCH_SCALED_MM = auto()
+    NATIVE = auto()
 
 
 @dataclass(frozen=True)

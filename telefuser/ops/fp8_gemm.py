@@ -1,0 +1,297 @@
+"""x Wᵀ + bias with an FP8 weight: the table of what multiplies, and the rule that chooses. `quantized_linear` calls it.
+
+A backend takes x and W in FP8 with a float32 scale a row each and multiplies them as they are. Without one, W is
+brought to x's dtype a piece at a time and multiplied there: half the memory, at the speed of the dtype. Shape letters:
+M rows of x, K in_features, N out_features.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from telefuser import platforms
+from telefuser.core.config import QuantKernelBackend
+from telefuser.ops.backend_table import Backend, BackendTable, Entry, Source
+from telefuser.ops.base import CustomOpFunction, register_custom_op
+from telefuser.ops.fp8_quantization import dequantize_rows, quantize_rows, row_chunks
+
+TABLE = BackendTable("FP8 matrix product", QuantKernelBackend.NATIVE, "it is not part of this version")
+ORDER = (QuantKernelBackend.TF_KERNEL, QuantKernelBackend.VLLM, QuantKernelBackend.TORCH_SCALED_MM)
+
+
+class Product(NamedTuple):
+    """One product: x [M, K] and weight [N, K] in FP8, scales [M, 1] and [N, 1] float32, bias [N] in `dtype`, which is
+    the result's, or None. All contiguous."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class GemmBackend(Backend):
+    """What an FP8 product takes.
+
+    what: its name for people.  out_dtypes: dtypes of the result, the preferred one first.
+    refuses: a last question about the device of the tensors; a sentence or None.
+    """
+
+    what: str = ""
+    out_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    refuses: Callable[[torch.device], str | None] | None = None
+
+
+def backend(impl: QuantKernelBackend, **declared) -> Callable:
+    """Decorate an adapter `(entry, product) -> [M, N]` with its record, `GemmBackend(impl, **declared)`."""
+
+    def register(run: Callable) -> Callable:
+        TABLE.register(GemmBackend(impl=impl, run=run, **declared))
+        return run
+
+    return register
+
+
+@backend(
+    QuantKernelBackend.TF_KERNEL,
+    what="tf_kernel.fp8_scaled_mm",
+    sources=(Source("tf_kernel", "fp8_scaled_mm"),),
+    generations=(9, 10),
+)
+def tf_kernel(entry: Entry, product: Product) -> torch.Tensor:
+    x, x_scale, weight, weight_scale, bias, dtype = product
+    return entry.call(x, weight.t(), x_scale, weight_scale, dtype, bias)
+
+
+@backend(
+    QuantKernelBackend.VLLM,
+    what="vLLM's cutlass_scaled_mm",
+    sources=(Source("vllm._custom_ops", "cutlass_scaled_mm", ("scale_a", "scale_b", "out_dtype", "bias")),),
+    generations=((8, 9), 9, 10, 12),
+)
+def vllm(entry: Entry, product: Product) -> torch.Tensor:
+    x, x_scale, weight, weight_scale, bias, dtype = product
+    return entry.call(x, weight.t(), scale_a=x_scale, scale_b=weight_scale, out_dtype=dtype, bias=bias)
+
+
+def _scaled_mm_refuses(device: torch.device) -> str | None:
+    reason = platforms.current_platform.fp8_unavailable_reason(device)
+    arch = platforms.current_platform.cuda_arch(device)
+    if reason is None and arch is not None and arch[0] != 9 and torch.__version__ < (2, 8):
+        return (
+            f"PyTorch {torch.__version__} scales rows on compute capability 9.x only; 2.8 does on {arch[0]}.{arch[1]}"
+        )
+    return reason
+
+
+@backend(
+    QuantKernelBackend.TORCH_SCALED_MM,
+    what="torch._scaled_mm with a scale a row",
+    # With scales a row the kernels of PyTorch write bfloat16 only.
+    out_dtypes=(torch.bfloat16,),
+    refuses=_scaled_mm_refuses,
+)
+def torch_scaled_mm(entry: Entry, product: Product) -> torch.Tensor:
+    x, x_scale, weight, weight_scale, bias, dtype = product
+    arch = platforms.current_platform.cuda_arch(x.device)
+    # Hopper's tensor cores add up in 14 bits or in float32 at half the speed; FP8 itself is 50 times coarser.
+    fast = arch is not None and arch[0] == 9
+    return torch._scaled_mm(
+        x, weight.t(), scale_a=x_scale, scale_b=weight_scale.t(), bias=bias, out_dtype=dtype, use_fast_accum=fast
+    )
+
+
+@backend(
+    QuantKernelBackend.NATIVE,
+    what="FP8 storage only, multiplied in the dtype of the input a piece of the weight at a time",
+    out_dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+)
+def native(entry: Entry, product: Product) -> torch.Tensor:
+    x, x_scale, weight, weight_scale, bias, dtype = product
+    return native_linear(dequantize_rows(x, x_scale, dtype), weight, weight_scale, bias)
+
+
+def native_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., K] times the dequantised weight [N, K], plus bias, in x's dtype; what every backend must come close to.
+
+    At most 2^24 elements of the weight exist in x's dtype at a time. Differentiable in x and bias.
+    """
+    weight, weight_scale = weight.detach(), weight_scale.detach()
+    bias = None if bias is None else bias.to(x.dtype)
+    parts = [
+        F.linear(
+            x,
+            dequantize_rows(weight[rows], weight_scale[rows], x.dtype),
+            None if bias is None else bias[rows],
+        )
+        for rows in row_chunks(weight)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _first_usable(device: torch.device) -> tuple[GemmBackend, Entry, str]:
+    """The first of `ORDER` that multiplies on `device`, else NATIVE, and why those before it do not."""
+    reasons = []
+    for impl in ORDER:
+        record, found = TABLE.record(impl), TABLE.probe(impl, device)
+        reason = found if isinstance(found, str) else record.refuses and record.refuses(device)
+        if not reason:
+            return record, found, "; ".join(reasons)
+        reasons.append(f"{impl.name}: {reason}")
+    return TABLE.record(TABLE.fallback), Entry(), "; ".join(reasons)
+
+
+def choose(device: torch.device, weight: torch.Tensor) -> tuple[GemmBackend, Entry]:
+    """The first of `ORDER` that is here and takes `weight` [N, K] for an x on `device`; else NATIVE.
+
+    NATIVE on an accelerator is said once a process for each kind of reason; on a CPU it is what everyone expects.
+    """
+    platform = platforms.current_platform
+    if device.type == platform.device_type:
+        kind, reason = _unsuitable(weight)
+        if reason is None:
+            record, found, reason = _first_usable(device)
+            if record.impl is not TABLE.fallback:
+                return record, found
+            kind = "device"
+        if not isinstance(platform, platforms.CpuPlatform):
+            TABLE.warn_once(
+                (TABLE.fallback, kind),
+                f"{TABLE.title}: weights stay in FP8 but are multiplied in the dtype of the input: {reason}",
+            )
+    return TABLE.record(TABLE.fallback), Entry()
+
+
+def _unsuitable(weight: torch.Tensor) -> tuple[str, str | None]:
+    """A kind of reason and the sentence why no FP8 product takes this weight; the sentence is None when one does."""
+    wanted = platforms.current_platform.fp8_dtype
+    if weight.dtype is not wanted:
+        return "dtype", f"this machine multiplies {wanted}, and a weight is {weight.dtype}"
+    # The kernels read 16 bytes at a time.
+    if weight.shape[0] % 16 or weight.shape[1] % 16:
+        return "shape", f"a weight has {weight.shape[0]} rows of {weight.shape[1]}, and both must be multiples of 16"
+    return "", None
+
+
+def describe_choice(device: torch.device | str | None = None) -> str:
+    """One line: what multiplies FP8 weights on `device` (default: the current one), and why nothing before it does."""
+    device = platforms.current_platform.default_device() if device is None else torch.device(device)
+    record, _, reasons = _first_usable(device)
+    line = f"{record.impl.name}: {record.what}"
+    return f"{line} ({reasons})" if reasons else line
+
+
+def fp8_gemm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """(x * x_scale) (weight * weight_scale)ᵀ + bias in `dtype`, for operators that hand their result on in FP8.
+
+    x [..., K] and weight [N, K] in the same FP8 dtype, x_scale [..., 1] and weight_scale [N, 1] float32, as
+    `quantize_rows` gives them; bias [N], any float dtype, or None. Returns [..., N].
+    """
+    if x.numel() == 0:
+        return native_linear(x.to(dtype), weight, weight_scale, bias)
+    rows, scales = x.reshape(-1, x.shape[-1]).contiguous(), x_scale.reshape(-1, 1).contiguous()
+    while True:
+        record, entry = choose(x.device, weight)
+        try:
+            out = _run(record, entry, rows, scales, weight, weight_scale, bias, dtype)
+            return out.view(*x.shape[:-1], weight.shape[0])
+        except torch.OutOfMemoryError:
+            raise
+        # Nobody asked for this package by name: what it fails with is logged, and the next one tried.
+        except Exception as error:
+            if record.impl is TABLE.fallback:
+                raise
+            TABLE.mark_broken(record.impl, error)
+
+
+def _run(record, entry, x, x_scale, weight, weight_scale, bias, dtype):
+    """A backend that does not write `dtype` writes its own; the bias is then added in `dtype`, so that it is exact."""
+    inner = dtype if dtype in record.out_dtypes else record.out_dtypes[0]
+    bias = None if bias is None else bias.to(dtype)
+    product = Product(x, x_scale, weight, weight_scale, bias if inner is dtype else None, inner)
+    # Some packages launch on the current GPU, not on the tensors'.
+    with platforms.platform_of(x.device).device_ctx(x.device):
+        out = record.run(entry, product)
+    out = out.to(dtype)
+    return out if bias is None or inner is dtype else out + bias
+
+
+def _fake(x, x_scale, weight, weight_scale, bias, dtype):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
+@register_custom_op("fp8_gemm", fake_impl=_fake)
+def _fp8_gemm_opaque(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return fp8_gemm(x, x_scale, weight, weight_scale, bias, dtype)
+
+
+def _needs_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _eager(x, weight, weight_scale, bias):
+    fits = (
+        type(x) in (torch.Tensor, torch.nn.Parameter)
+        and x.numel() > 0
+        and x.dtype is not torch.float64
+        # On different devices PyTorch's own product says so; a kernel would see a pointer that it cannot read.
+        and all(t is None or t.device == x.device for t in (weight, weight_scale, bias))
+        and not _needs_grad(x, bias)
+    )
+    if not fits or choose(x.device, weight)[0].impl is QuantKernelBackend.NATIVE:
+        return native_linear(x, weight, weight_scale, bias)
+    quantized, scale = quantize_rows(x, weight.dtype)
+    return fp8_gemm(quantized, scale, weight, weight_scale, bias, x.dtype)
+
+
+def _traced(x, weight, weight_scale, bias):
+    """The quantiser in plain PyTorch, for the compiler to fuse with what made x, and the product as one opaque node."""
+    if x.dtype is torch.float64 or _needs_grad(x, bias) or not _multiplies_fp8(x.device, weight.dtype, *weight.shape):
+        return native_linear(x, weight, weight_scale, bias)
+    quantized, scale = quantize_rows(x, weight.dtype)
+    return _fp8_gemm_opaque(quantized, scale, weight, weight_scale, bias, x.dtype)
+
+
+def _multiplies_fp8(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> bool:
+    weight = torch.empty(rows, columns, dtype=dtype, device="meta")
+    return choose(device, weight)[0].impl is not QuantKernelBackend.NATIVE
+
+
+# The compiler asks once and does not look inside, where packages are searched and devices asked. The attribute is what
+# torch.compiler.assume_constant_result sets; calling that here would import the compiler, 2 to 5 s.
+_multiplies_fp8._dynamo_marked_constant = True
+
+# Called with keywords only: the shared rule would ask positional tensors for gradients, and the forms do it themselves.
+_fp8_linear = CustomOpFunction("fp8_linear", _eager, compiled_impl=_traced)
+
+
+def fp8_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x (weight * weight_scale)ᵀ + bias: x [..., K] float, weight [N, K] FP8, weight_scale [N, 1] float32, bias [N].
+
+    Returns [..., N] in x's dtype. Where a backend multiplies FP8, x is quantised with one scale a row; float64, empty
+    and tensor-subclass inputs, and results that need a gradient, take the native form instead.
+    """
+    return _fp8_linear(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
