@@ -1,0 +1,336 @@
+"""Linear layers stored in FP8: `LinearFP8`, and the tools that bring a whole model to it in place.
+
+Inference only: the weight is a constant. A gradient reaches the input and the bias, through the native form.
+"""
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from telefuser.ops.fp8_gemm import fp8_linear
+from telefuser.ops.fp8_quantization import FP8_DTYPES, dequantize_rows, hardware_dtype, quantize_weight
+
+logger = logging.getLogger(__name__)
+
+# What a Wan transformer keeps wide, as `skip` for `replace_linear_layers`: together 2 % of the weights, and
+# every token passes through them. The time layers and the head compute in float32 by design.
+WAN_HIGH_PRECISION = (
+    "patch_embedding",
+    "text_embedding",
+    "time_embedding",
+    "time_projection",
+    "modulation",
+    "head",
+    "img_emb",
+)
+_WIDE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class LinearFP8(nn.Module):
+    """A linear layer whose weight is FP8 with a float32 scale an output channel: y = x (weight * weight_scale)ᵀ + bias.
+
+    State dict: `weight` [out, in] FP8, `weight_scale` [out, 1] float32, `bias` [out] or absent. `.to(dtype)`, `.half()`
+    and the like change the bias only. Input [..., in] of any float dtype; the output has its dtype, or autocast's. What
+    multiplies is chosen by `fp8_gemm`; where the machine multiplies FP8, every row of the input is quantised with a
+    scale of its own. A layer on the CPU follows an input that is on an accelerator.
+
+    original_linear: gives weight, bias and sizes, and is left as it is; on "meta" the layer is on "meta" too.
+    data_type: torch.float8_e4m3fn, torch.float8_e5m2 or their fnuz variants. AMD's CDNA3 computes the latter only, so
+    there the layer takes the variant that belongs to what is asked for.
+    Raises ValueError for another `data_type`, and for a weight that is quantised, integer, NaN or infinite.
+    """
+
+    def __init__(self, original_linear: nn.Linear, data_type: torch.dtype = torch.float8_e4m3fn):
+        super().__init__()
+        _check_dtype("data_type", data_type)
+        if not isinstance(original_linear, nn.Linear):
+            raise ValueError(f"LinearFP8 is made from an nn.Linear, not from a {type(original_linear).__name__}")
+        weight = original_linear.weight
+        if weight.dtype not in _WIDE_DTYPES:
+            raise ValueError(
+                f"the weight is {weight.dtype}, whose scale is unknown; LinearFP8 quantises float16, bfloat16, float32 "
+                "or float64, and LinearFP8.from_quantized takes FP8 weights with their scale"
+            )
+        quantized, scale = quantize_weight(weight, hardware_dtype(data_type))
+        if not weight.is_meta and not torch.isfinite(scale).all():
+            raise ValueError(
+                f"{int((~torch.isfinite(scale)).sum())} of {len(scale)} rows of the weight hold NaN or infinity; "
+                "the checkpoint is damaged, or a cast to float16 overflowed"
+            )
+        bias = original_linear.bias
+        # Not the parameter itself: casting this layer would cast the original's bias.
+        self._assemble(quantized, scale, None if bias is None else bias.detach())
+        self.train(original_linear.training)
+
+    @classmethod
+    def from_quantized(
+        cls, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> "LinearFP8":
+        """A layer around an FP8 weight [out, in] as it is, with its scale [out, 1], [out] or a single number."""
+        _check_dtype("the weight", weight.dtype)
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._assemble(weight, _column(weight_scale, weight.shape[0]), bias)
+        return layer
+
+    def _assemble(self, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None):
+        self.out_features, self.in_features = weight.shape
+        self.weight = _constant(weight)
+        self.weight_scale = _constant(weight_scale)
+        self.register_parameter("bias", None if bias is None else _constant(bias))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype not in _WIDE_DTYPES or x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"LinearFP8 takes floating point [..., {self.in_features}], got {x.dtype} of shape {tuple(x.shape)}"
+            )
+        if self.weight.device.type == "cpu" and x.device.type not in ("cpu", "meta"):
+            with torch.inference_mode(False):
+                self.to(x.device)
+        return fp8_linear(x.to(_compute_dtype(x)), self.weight, self.weight_scale, self.bias)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """weight * weight_scale [out, in] in `dtype`, for code that needs a weight of real numbers."""
+        return dequantize_rows(self.weight.detach(), self.weight_scale.detach(), dtype)
+
+    def extra_repr(self) -> str:
+        kind = str(self.weight.dtype).removeprefix("torch.")
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, weight={kind}"
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "LinearFP8":
+        """Move as asked, but cast only the bias: `.to(bfloat16)` on a model must not undo the quantisation."""
+        kept = (self.weight, self.weight_scale)
+
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            if not any(tensor is t for t in kept):
+                return fn(tensor)
+            # An empty tensor tells what `fn` does to the dtype, without a wide copy of the weight.
+            probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            return fn(tensor) if probe.dtype is tensor.dtype else tensor.to(probe.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # pickle cannot bring back an FP8 storage (torch.save can); bytes it can.
+        weight = self.weight.detach()
+        parameters = {**self._parameters, "weight": weight.view(torch.uint8)}
+        return {**self.__dict__, "_parameters": parameters, "_weight_dtype": weight.dtype}
+
+    def __setstate__(self, state: dict[str, Any]):
+        dtype = state.pop("_weight_dtype")
+        state["_parameters"]["weight"] = _constant(state["_parameters"]["weight"].view(dtype))
+        super().__setstate__(state)
+
+    def __deepcopy__(self, memo: dict) -> "LinearFP8":
+        # Not by way of the bytes: layers that share a weight share it in the copy too.
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        """Another FP8 variant is converted; a weight without its scale is an error, never a cast."""
+        weight, scale = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}weight_scale")
+        if weight is not None and weight.dtype not in FP8_DTYPES:
+            error_msgs.append(
+                f"{prefix}weight is {weight.dtype} and this layer is stored in FP8; load the checkpoint into the "
+                "unquantised model, then call replace_linear_layers"
+            )
+            return
+        if weight is not None and scale is None:
+            error_msgs.append(f"{prefix}weight is FP8 without {prefix}weight_scale; its values are unknown")
+            return
+        if weight is not None and weight.shape == self.weight.shape and scale.numel() in (1, self.out_features):
+            scale = _column(scale, self.out_features)
+            if weight.dtype is not self.weight.dtype and not weight.is_meta:
+                weight, scale = quantize_weight(dequantize_rows(weight, scale, torch.float32), self.weight.dtype)
+            state_dict[f"{prefix}weight"], state_dict[f"{prefix}weight_scale"] = weight, scale
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def _check_dtype(what: str, dtype: Any) -> None:
+    if dtype not in FP8_DTYPES:
+        raise ValueError(f"{what} is {dtype}; choose one of {', '.join(map(str, FP8_DTYPES))}")
+
+
+def _column(scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """A scale of shape [], [1], [out] or [out, 1] as [out, 1] float32."""
+    if scale.numel() not in (1, rows):
+        raise ValueError(f"weight_scale has shape {tuple(scale.shape)}; give one number a row ({rows}) or a single one")
+    if scale.shape == (rows, 1) and scale.dtype is torch.float32:
+        return scale
+    return scale.reshape(-1, 1).float().expand(rows, 1).contiguous()
+
+
+def _constant(tensor: torch.Tensor) -> nn.Parameter:
+    """`tensor` itself where it is a parameter without gradient, so that tied layers share it; else one around it."""
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        return tensor
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of the result, by the rule of nn.Linear: autocast's where it is on, which leaves float64 alone."""
+    device_type = x.device.type
+    if x.dtype is not torch.float64 and device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What `replace_linear_layers` did.
+
+    replaced: names of the layers that are LinearFP8 now.  skipped: name -> reason, of the other linear layers.
+    bytes_before, bytes_after: all parameters and buffers of the model, shared ones once.
+    """
+
+    replaced: tuple[str, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    @property
+    def bytes_saved(self) -> int:
+        return self.bytes_before - self.bytes_after
+
+    def __str__(self) -> str:
+        before, after = (f"{size / 2**30:.2f}" for size in (self.bytes_before, self.bytes_after))
+        return (
+            f"{len(self.replaced)} linear layers to FP8, {len(self.skipped)} left as they are: "
+            f"{before} -> {after} GiB of weights"
+        )
+
+
+def replace_linear_layers(
+    model: nn.Module,
+    quant_type: torch.dtype = torch.float8_e4m3fn,
+    include: Iterable[str] | None = None,
+    skip: Iterable[str] = (),
+) -> QuantizationReport:
+    """Replace every nn.Linear in `model` by a LinearFP8 of the same values, in place, at any depth.
+
+    quant_type: the FP8 dtype, as `LinearFP8`'s data_type.
+    include: parts of names; only layers whose dotted name contains one are replaced. None is every layer.
+    skip: parts of names of layers to leave alone; `WAN_HIGH_PRECISION` is the list for Wan transformers.
+    Subclasses of nn.Linear compute in a way of their own (float32 islands, the projection of nn.MultiheadAttention) and
+    are left alone, as are layers that are LinearFP8 already. Layers that share a weight share the quantised one. Each
+    layer's old weight is freed before the next one is quantised. Zero replaced layers are a warning.
+    Raises ValueError where LinearFP8 does, with the name of the layer, and when `model` itself is the nn.Linear.
+    """
+    if type(model) is nn.Linear:
+        raise ValueError("the model is itself an nn.Linear, which cannot be replaced in place; use LinearFP8(model)")
+    _check_dtype("quant_type", quant_type)
+    include, skip = _fragments("include", include), _fragments("skip", skip)
+    before, skipped = _num_bytes(model), {}
+    places = _places(model, include, skip, skipped)
+    _replace(places, quant_type)
+    done = tuple(name for place in places for _, _, name in place)
+    report = QuantizationReport(done, skipped, before, _num_bytes(model))
+    if done or any(reason == _ALREADY for reason in skipped.values()):
+        logger.info("%s", report)
+    else:
+        why = f"its {len(skipped)} linear layers are left out" if skipped else "it has none"
+        logger.warning("no linear layer of this %s was quantised: %s", type(model).__name__, why)
+    return report
+
+
+_ALREADY = "is FP8 already"
+# Where a layer hangs: parent, attribute, dotted name.
+_Place = tuple[nn.Module, str, str]
+
+
+def _places(
+    model: nn.Module, include: tuple[str, ...] | None, skip: tuple[str, ...], skipped: dict[str, str]
+) -> list[list[_Place]]:
+    """For each layer to replace all places where it hangs; what is left alone goes to `skipped` with the reason."""
+    places: dict[int, list[_Place]] = {}
+    for path, parent in model.named_modules():
+        for attribute, child in parent._modules.items():
+            if not isinstance(child, (nn.Linear, LinearFP8)):
+                continue
+            name = f"{path}.{attribute}" if path else attribute
+            hit = next((part for part in skip if part in name), None)
+            if isinstance(child, LinearFP8):
+                skipped[name] = _ALREADY
+            elif type(child) is not nn.Linear:
+                skipped[name] = f"is a {type(child).__name__}"
+            elif hit is not None:
+                skipped[name] = f"skip names {hit!r}"
+            elif include is not None and not any(part in name for part in include):
+                skipped[name] = "include does not name it"
+            else:
+                places.setdefault(id(child), []).append((parent, attribute, name))
+    return list(places.values())
+
+
+def _replace(places: list[list[_Place]], quant_type: torch.dtype) -> None:
+    # An id stands for one weight as long as some layer still holds it, which is until its count is down to zero.
+    uses = Counter(id(getattr(parent, attribute).weight) for (parent, attribute, _), *_ in places)
+    shared: dict[int, LinearFP8] = {}
+    for place in places:
+        parent, attribute, name = place[0]
+        linear = getattr(parent, attribute)
+        key, bias = id(linear.weight), linear.bias
+        try:
+            layer = shared.get(key) or LinearFP8(linear, quant_type)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if key in shared:
+            bias = None if bias is None else bias.detach()
+            layer = LinearFP8.from_quantized(layer.weight, layer.weight_scale, bias).train(linear.training)
+        uses[key] -= 1
+        if uses[key]:
+            shared[key] = layer
+        else:
+            shared.pop(key, None)
+        for parent, attribute, _ in place:
+            setattr(parent, attribute, layer)
+        del linear
+
+
+def _fragments(what: str, names: Iterable[str] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"{what} is {names!r}; give parts of layer names such as ('head',)")
+    return names
+
+
+def _num_bytes(model: nn.Module) -> int:
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def convert_params_to_buffers(
+    model: nn.Module, ignore_dtype: torch.dtype | tuple[torch.dtype, ...] = FP8_DTYPES
+) -> nn.Module:
+    """Make buffers of the parameters of `model`, but for those of `ignore_dtype` (default: any FP8); returns `model`.
+
+    Buffers need no gradient bookkeeping. Storage, state-dict keys and the sharing of tied parameters stay as they are;
+    a later `.to(device)` copies a buffer once for each place that holds it, so move the model first.
+    """
+    ignored = ignore_dtype if isinstance(ignore_dtype, tuple) else (ignore_dtype,)
+    buffers: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or parameter.dtype in ignored:
+                continue
+            _, buffer = buffers.setdefault(id(parameter), (parameter, parameter.detach()))
+            del module._parameters[name]
+            module.register_buffer(name, buffer)
+    return model
+
+
+convert_params_to_buffer = convert_params_to_buffers
