@@ -1,6 +1,7 @@
 """Attention behind one door; which backend computes it is a setting."""
 
 from telefuser.ops.attention.attention_impl import attention
+from telefuser.ops.attention.long_context import long_context_attention
 from telefuser.ops.attention.sparse_attention import (
     MaskMap,
     SparseAttentionState,
@@ -15,5 +16,6 @@ __all__ = [
     "attention",
     "clear_radial_mask_cache",
     "create_radial_mask_map",
+    "long_context_attention",
     "sparse_attention",
 ]
