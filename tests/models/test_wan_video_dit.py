@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import telefuser.kernel.triton as kernels
 from telefuser.core.config import AttentionConfig, AttnImplType
 from telefuser.core.model_loading import load_model
 from telefuser.core.wan_keys import dit_config, dit_key_map
 from telefuser.models import wan_video_dit
 from telefuser.models.wan_video_dit import WAN_DIT_SIZES, WanModel, rope_angles
 from tests.golden import golden_dir
+from tests.ops.machines import interpreted_cuda as interpreted_cuda
 from tests.tolerances import rel_error, tolerance
 
 TINY = {
@@ -281,6 +283,27 @@ def test_block_compiles_to_one_graph():
     outputs = [model(x, torch.tensor([t]), context) for t in (900, 20)]
     for output, reference in zip(outputs, expected):
         assert rel_error(output, reference) < tolerance("model", torch.float32)
+
+
+def test_a_block_launches_one_kernel_between_two_matrix_products(interpreted_cuda, monkeypatch):
+    """The groups of steps that are limited by memory run as one pass each, and change no number."""
+    model, x, t = cast_as_loaded(tiny_model(num_layers=1), torch.bfloat16), latents(2), torch.tensor([900, 20])
+    model.set_attention_config(AttentionConfig.dense_attention(AttnImplType.TORCH_SDPA))
+    with torch.no_grad():
+        context = model.prepare_context(text(2, 8))
+        launched = []
+        for name in kernels.__all__:
+            launch = getattr(kernels, name)
+            record = lambda *a, name=name, launch=launch, **k: launched.append(name) or launch(*a, **k)  # noqa: E731
+            monkeypatch.setattr(kernels, name, record)
+        output = model(x, t, context)
+        monkeypatch.setattr(interpreted_cuda, "op_keys", ())
+        assert rel_error(output, model(x, t, context)) < tolerance("model", torch.bfloat16)
+    of_the_head = ["layer_norm", "fused_scale_shift"]
+    assert launched == [
+        "layer_norm", "rms_norm_rotary", "add_layer_norm", "rms_norm", "add_layer_norm", "activate", "add_gated",
+        *of_the_head,
+    ]  # fmt: skip
 
 
 def test_attention_config_belongs_to_the_instance():
