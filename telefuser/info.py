@@ -12,6 +12,7 @@ from rich.text import Text
 
 from telefuser import __version__, platforms
 from telefuser.core.config import AttnImplType
+from telefuser.ops import fp8_gemm
 from telefuser.ops.attention import backends
 from telefuser.platforms import BasePlatform, CpuPlatform
 
@@ -45,7 +46,7 @@ def collect() -> dict[str, Any]:
         "devices": _devices(chosen),
         "attention": {impl.name: reason for impl, reason in backends.availability().items()},
         "attention_auto": backends.describe_choice(AttnImplType.AUTO),
-        "fp8": {"fp8_linear": "not part of this version", "hardware": _fp8_hardware(chosen)},
+        "fp8": {"fp8_linear": fp8_gemm.describe_choice(), "hardware": _fp8_hardware(chosen)},
     }
 
 

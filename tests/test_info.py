@@ -46,6 +46,8 @@ def test_every_candidate_and_every_backend_has_a_verdict(monkeypatch):
     assert set(facts["attention"]) == set(AttnImplType.__members__) - {"AUTO"}
     usable = [name for name, reason in facts["attention"].items() if reason is None]
     assert usable == ["TORCH_SDPA", "RADIAL_ATTN", "LOCAL_SPARSE_ATTN"]  # S058
+    assert facts["fp8"]["fp8_linear"].startswith("NATIVE: stored in FP8")
+    assert "TORCH_SCALED_MM: a CPU has no FP8 matrix unit" in facts["fp8"]["fp8_linear"]
 
 
 def test_devices_of_a_gpu_host_come_before_its_cpu(gpu_host):
@@ -61,6 +63,7 @@ def test_devices_of_a_gpu_host_come_before_its_cpu(gpu_host):
     }
     assert facts["platform"]["operators"] == ["forward_cuda", "forward_native"]
     assert "computes FP8" in facts["fp8"]["hardware"]
+    assert facts["fp8"]["fp8_linear"].startswith("TORCH_SCALED_MM: torch._scaled_mm with a scale a row (TF_KERNEL: ")
     text = shown(facts)
     assert "sm_90" in text
     assert "3.0 of 16.0 GiB free" in text
@@ -71,6 +74,7 @@ def test_amd_host_is_described_by_its_own_architecture(gpu_host):
     facts = info.collect()
     assert facts["devices"][0]["arch"] == "gfx942"
     assert "fnuz" in facts["fp8"]["hardware"]
+    assert facts["fp8"]["fp8_linear"].startswith("TORCH_SCALED_MM")
     usable = [name for name, reason in facts["attention"].items() if reason is None]
     assert usable == ["TORCH_SDPA", "RADIAL_ATTN", "LOCAL_SPARSE_ATTN"]  # S055
 

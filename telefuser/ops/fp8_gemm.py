@@ -108,7 +108,7 @@ def torch_scaled_mm(entry: Entry, product: Product) -> torch.Tensor:
 
 @backend(
     QuantKernelBackend.NATIVE,
-    what="FP8 storage only, multiplied in the dtype of the input a piece of the weight at a time",
+    what="stored in FP8, multiplied in the input's dtype",
     out_dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64),
 )
 def native(entry: Entry, product: Product) -> torch.Tensor:

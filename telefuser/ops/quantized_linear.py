@@ -76,7 +76,7 @@ class LinearFP8(nn.Module):
         _check_dtype("the weight", weight.dtype)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._assemble(weight, _column(weight_scale, weight.shape[0]), bias)
+        layer._assemble(weight.contiguous(), _column(weight_scale, weight.shape[0]), bias)
         return layer
 
     def _assemble(self, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None):
@@ -152,7 +152,7 @@ class LinearFP8(nn.Module):
             scale = _column(scale, self.out_features)
             if weight.dtype is not self.weight.dtype and not weight.is_meta:
                 weight, scale = quantize_weight(dequantize_rows(weight, scale, torch.float32), self.weight.dtype)
-            state_dict[f"{prefix}weight"], state_dict[f"{prefix}weight_scale"] = weight, scale
+            state_dict[f"{prefix}weight"], state_dict[f"{prefix}weight_scale"] = weight.contiguous(), scale
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
