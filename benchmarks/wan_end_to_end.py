@@ -16,13 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import record
+from telefuser.core.hub import EMBEDDED_FOLDER
 from telefuser.models.wan_video_dit import WAN_DIT_SIZES, WanModel
 from telefuser.models.wan_video_text_encoder import WanTextEncoder
 from telefuser.models.wan_video_vae import WanVideoVAE
 from telefuser.pipelines.wan_video import WanPipeline
 from telefuser.platforms import current_platform
-
-EMBEDDED = Path(__file__).resolve().parent.parent / "telefuser" / "weights" / "wan_tiny"
 
 
 def random_weights(model_class, config: dict, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
@@ -51,7 +50,7 @@ def write_folder(folder: Path, size: str, device: torch.device) -> None:
     (folder / "config.json").write_text(json.dumps({"_class_name": "WanModel", "model_type": "t2v", **config}))
     tokenizer = folder / "google" / "umt5-xxl" / "tokenizer.json"
     tokenizer.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(next(EMBEDDED.glob("google/*/tokenizer.json")), tokenizer)
+    shutil.copy(next(EMBEDDED_FOLDER.glob("google/*/tokenizer.json")), tokenizer)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from telefuser.core.weight_files import CheckpointError
 
 EMBEDDED_MODEL = "tiny"
-_EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "weights" / "wan_tiny"
+EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "weights" / "wan_tiny"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 # Both layouts in one list: which one a repository has is known only after looking, and `*` matches `/` here.
@@ -33,9 +33,9 @@ def find_folder(path_or_id: str | Path, is_complete: Callable[[Path], bool]) -> 
     Raises CheckpointError for a path that does not exist, a file, and a hub id that is unknown or out of reach.
     """
     if str(path_or_id) == EMBEDDED_MODEL:
-        if not _EMBEDDED_FOLDER.is_dir():
-            raise CheckpointError(f"{_EMBEDDED_FOLDER}: the embedded model is missing. Install telefuser again.")
-        return _EMBEDDED_FOLDER
+        if not EMBEDDED_FOLDER.is_dir():
+            raise CheckpointError(f"{EMBEDDED_FOLDER}: the embedded model is missing. Install telefuser again.")
+        return EMBEDDED_FOLDER
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path

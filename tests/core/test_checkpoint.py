@@ -375,7 +375,7 @@ def test_unknown_hub_id_names_near_folders(tmp_path, monkeypatch):
         inspect("models/wam")
 
 
-@pytest.mark.skipif(not hub._EMBEDDED_FOLDER.is_dir(), reason="the embedded model has not been built")
+@pytest.mark.skipif(not hub.EMBEDDED_FOLDER.is_dir(), reason="the embedded model has not been built")
 def test_embedded_model():
     found = inspect("tiny").require_usable()
     assert (found.layout, found.folder.name) == ("official", "wan_tiny")

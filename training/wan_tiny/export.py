@@ -5,15 +5,15 @@ import json
 import shutil
 from pathlib import Path
 
+from telefuser.core.hub import EMBEDDED_FOLDER
 from training.wan_tiny import checkpoint_folder
 from training.wan_tiny.settings import SAMPLING_DEFAULTS
 from training.wan_tiny.tokenizer import save_tokenizer
 
-EMBEDDED = Path(__file__).resolve().parents[2] / "telefuser" / "weights" / "wan_tiny"
 MAX_BYTES = 24 * 2**20
 
 
-def export(run: Path, target: Path = EMBEDDED) -> int:
+def export(run: Path, target: Path = EMBEDDED_FOLDER) -> int:
     """Write `target` from the trained folder `run`, with the sampling defaults of `settings`; returns its bytes.
 
     Raises ValueError where a part is missing or all files together pass 24 MiB.
@@ -38,7 +38,7 @@ def export(run: Path, target: Path = EMBEDDED) -> int:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="training.wan_tiny.export", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="the --out folder of the training")
-    parser.add_argument("--target", type=Path, default=EMBEDDED)
+    parser.add_argument("--target", type=Path, default=EMBEDDED_FOLDER)
     options = parser.parse_args(arguments)
     size = export(options.run, options.target)
     print(f"{options.target}: {size / 2**20:.2f} MiB")
