@@ -58,10 +58,12 @@ class Component:
 
     @property
     def num_parameters(self) -> int:
+        """Numbers in all tensors of the files."""
         return sum(torch.Size(entry.shape).numel() for entry in self.weights.entries.values())
 
     @property
     def num_bytes(self) -> int:
+        """Size of the files."""
         return sum(file.stat().st_size for file in self.files)
 
     @property

@@ -63,23 +63,32 @@ class KeyMap:
         self._from_diffusers = {theirs: ours for ours, theirs in rules}
 
     def to_diffusers(self, key: str) -> str | None:
+        """An official key in the diffusers (transformers) spelling."""
         return _translate(self._from_official, key)
 
     def to_official(self, key: str) -> str | None:
+        """The way back."""
         return _translate(self._from_diffusers, key)
 
 
 def dit_key_map() -> KeyMap:
+    """Keys of `WanTransformer3DModel`."""
     return KeyMap(_DIT)
 
 
 def text_encoder_key_map(embedding: str = "shared") -> KeyMap:
-    """embedding: transformers ties two names, `shared` and `encoder.embed_tokens`, and a file holds one or both."""
+    """Keys of `UMT5EncoderModel`.
+
+    embedding: transformers ties two names, `shared` and `encoder.embed_tokens`, and a file holds one or both.
+    """
     return KeyMap((("token_embedding.", f"{embedding}."), *_UMT5))
 
 
 def vae_key_map(num_stages: int = 4, num_res_blocks: int = 2) -> KeyMap:
-    """num_stages, num_res_blocks: the official decoder counts its layers through, diffusers groups them by stage."""
+    """Keys of `AutoencoderKLWan`.
+
+    num_stages, num_res_blocks: the official decoder counts its layers through, diffusers groups them by stage.
+    """
     rules = [
         ("conv1.", "quant_conv."),
         ("conv2.", "post_quant_conv."),

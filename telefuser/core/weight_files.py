@@ -56,6 +56,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the data in the file."""
         return prod(self.shape) * _BITS.get(self.dtype, 8) // 8
 
 
@@ -261,5 +262,6 @@ def _index_shards(index: Path) -> set[str]:
 
 
 def brief(names: list[str], limit: int = 3) -> str:
+    """The first `limit` names and how many more there are, for a message."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -60,6 +60,8 @@ class RelativePositionBias(nn.Module):
 
 
 class SelfAttention(nn.Module):
+    """Attention among the tokens of a prompt, scores unscaled: x [B, L, C], bias [1 or B, N, L, L] -> [B, L, C]."""
+
     def __init__(self, dim: int, dim_attn: int, num_heads: int):
         super().__init__()
         self.num_heads = num_heads
@@ -96,6 +98,11 @@ class FeedForward(nn.Module):
 
 
 class EncoderBlock(nn.Module):
+    """Attention and feed-forward, each after an RMSNorm and added to x [B, L, C].
+
+    padding: bool [B, 1, 1, L], True on what nobody may attend to.  shared_bias: replaces the layer's own position bias.
+    """
+
     def __init__(self, dim, dim_attn, dim_ffn, num_heads, num_buckets, shared_pos, dropout):
         super().__init__()
         self.norm1 = RMSNorm(dim, eps=NORM_EPS)

@@ -48,6 +48,7 @@ class GenerationRequest:
 
     @property
     def num_pixels(self) -> int:
+        """Of all frames of one video."""
         return self.width * self.height * self.num_frames
 
     def latent_shape(self, channels: int) -> tuple[int, int, int, int]:
