@@ -8,10 +8,14 @@ import ast
 import importlib.util
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.distributed.checks import execute
+from tests.distributed.processes import run_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = Path(os.environ.get("TELEFUSER_SEEDS", ROOT.parent / "shared" / "seeds"))
@@ -105,6 +109,16 @@ def missing_part(source):
     return None
 
 
+@pytest.fixture
+def device_mesh():
+    """A mesh of this one process."""
+    from telefuser.core.config import ParallelConfig
+    from telefuser.distributed import create_device_mesh_from_config
+
+    yield create_device_mesh_from_config(ParallelConfig())
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("source", list(fenced_blocks()))
 def test_documentation_block_runs(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -113,7 +127,7 @@ def test_documentation_block_runs(source, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not SEEDS.is_dir(), reason="the specification is not beside this checkout (../shared/seeds)")
 @pytest.mark.parametrize("source", list(seed_blocks()) if SEEDS.is_dir() else [])
-def test_specification_block_runs_on_cpu(source):
+def test_specification_block_runs_on_cpu(source, request):
     """S269, S270."""
     missing = missing_part(source)
     if "telefuser.kernel" in source and importlib.util.find_spec("triton") is None:
@@ -121,7 +135,15 @@ def test_specification_block_runs_on_cpu(source):
     if missing:
         pytest.skip(f"{missing} is not part of this version")
     source = source.replace('"cuda"', '"cpu"').replace(".cuda()", '.to("cpu")')
+    if "device_ids=[0, 1, 2, 3]" in source:
+        # S262, S264, S265: the block is for four processes, and the model it switches over must still be right.
+        for failure, error in run_processes(4, [partial(execute, source)])[0]:
+            assert failure is None, failure
+            assert error <= 1e-5
+        return
     names = free_names()
+    if "device_mesh" in source:
+        names["device_mesh"] = request.getfixturevalue("device_mesh")
     exec(compile(source, "<specification block>", "exec"), names)
     if "MyTransformerBlock" in names:
         block = names["MyTransformerBlock"](dim=64, num_heads=4)
