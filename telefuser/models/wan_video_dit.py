@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,14 @@ from torch import Tensor, nn
 
 from telefuser.core.config import AttentionConfig
 from telefuser.ops.activations import GELUTanh
-from telefuser.ops.attention import attention
+from telefuser.ops.attention import attention, long_context_attention
 from telefuser.ops.normalization import LayerNorm, RMSNorm, modulate
 from telefuser.ops.residual_norm import add_gated, add_layer_norm_modulate, layer_norm_modulate
 from telefuser.ops.rotary import rms_norm_rotary
+from telefuser.ops.sequence_parallel import TokenSplit, sequence_parallel_mesh, split_tokens
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 WAN_DIT_SIZES = {
     "T2V-1.3B": {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30},
@@ -125,11 +130,17 @@ class SelfAttention(nn.Module):
     def split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1))  # [B, S, N, D]
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], split: TokenSplit | None = None) -> Tensor:
+        """x [B, S, C] -> [B, S, C]. With `split` x and `rope` are this process's part of the tokens."""
         weights = self.norm_q.weight, self.norm_k.weight
         q, k = rms_norm_rotary(self.q(x), self.k(x), *weights, rope, self.num_heads, self.norm_q.eps)  # [B, S, N, D]
         v = self.split_heads(self.v(x))
-        return self.o(attention(q, k, v, attention_config=self.attention_config).flatten(2))
+        if split is None:
+            out = attention(q, k, v, attention_config=self.attention_config)
+        else:
+            shared = {"device_mesh": split.device_mesh, "token_counts": split.counts}
+            out = long_context_attention(q, k, v, attention_config=self.attention_config, **shared)
+        return self.o(out.flatten(2))
 
 
 class CrossAttention(SelfAttention):
@@ -158,16 +169,25 @@ class WanBlock(nn.Module):
         self.modulation = nn.Parameter(torch.empty(1, 6, dim))
 
     def forward(
-        self, x: Tensor, time_projection: Tensor, rope: tuple[Tensor, Tensor], text_k: Tensor, text_v: Tensor
+        self,
+        x: Tensor,
+        time_projection: Tensor,
+        rope: tuple[Tensor, Tensor],
+        text_k: Tensor,
+        text_v: Tensor,
+        split: TokenSplit | None = None,
     ) -> Tensor:
-        """x [B, S, C] fp32, time_projection [B, T, 6, C] fp32, text_k and text_v [B, L, N, D] -> [B, S, C] fp32."""
+        """x [B, S, C] fp32, time_projection [B, T, 6, C] fp32, text_k and text_v [B, L, N, D] -> [B, S, C] fp32.
+
+        split: says that S, the rows of `rope` and T (unless 1) are this process's part of the tokens.
+        """
         # Six [B, T, C]. With one timestep a sample T is 1 and each use broadcasts instead of holding S copies.
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation.float() + time_projection).unbind(2)
         # Every norm takes the residual addition before it along and gives what the next projection computes in, so that
         # the fp32 stream is read and written once between two projections.
         norm1, norm2, norm3, device = self.norm1, self.norm2, self.norm3, x.device.type
         h = layer_norm_modulate(x, shift1, scale1, eps=norm1.eps, out_dtype=_compute_dtype(self.self_attn.q, device))
-        h = self.self_attn(h, rope)
+        h = self.self_attn(h, rope, split)
         dtype = _compute_dtype(self.cross_attn.q, device)
         x, h = add_layer_norm_modulate(
             x, h, gate1, weight=norm3.weight, bias=norm3.bias, eps=norm3.eps, out_dtype=dtype
@@ -260,6 +280,7 @@ class WanModel(nn.Module):
         self.time_projection = nn.Sequential(nn.SiLU(), Float32Linear(dim, 6 * dim))
         self.blocks = nn.ModuleList(WanBlock(dim, ffn_dim, num_heads, eps) for _ in range(num_layers))
         self.head = Head(dim, math.prod(self.patch_size) * out_dim, eps)
+        self.device_mesh: DeviceMesh | None = None
         self._rope_tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.init_weights()
 
@@ -306,6 +327,18 @@ class WanModel(nn.Module):
         for block in self.blocks:
             block.self_attn.attention_config = config
             block.cross_attn.attention_config = None if config is not None and config.is_sparse() else config
+
+    def enable_usp(self, device_mesh: DeviceMesh | None = None) -> None:
+        """Share the tokens of every forward pass from now on among the processes of `device_mesh`.
+
+        Its dimensions `ulysses` and `ring` say how; a mesh with neither changes nothing. None takes the mesh that
+        `create_device_mesh_from_config` made last. All processes then call the model with the same arguments, and each
+        gets the whole result: that of one process, for any number of tokens. Forward only.
+
+        Raises:
+            ValueError: when there is no mesh, or one whose dimensions have no names.
+        """
+        self.device_mesh = sequence_parallel_mesh(device_mesh)
 
     def prepare_context(self, context: Tensor | Sequence[Tensor]) -> PreparedContext:
         """Embed a prompt and compute every block's cross-attention keys and values: once a prompt, not once a step.
@@ -380,12 +413,17 @@ class WanModel(nn.Module):
 
         rope = self.rope_table(grid, x.device)
         timestep = timestep.to(x.device).view(x.shape[0], -1)  # [B, T]
+        hidden = self.patch_embedding(x).float()  # [B, S, C]
+        split = split_tokens(num_tokens, self.device_mesh)
+        if split is not None:
+            hidden, rope = split.own(hidden), tuple(split.own(table, dim=0) for table in rope)
+            timestep = split.own(timestep) if timestep.shape[1] > 1 else timestep
         time_embedding = self.time_embedding(timestep_sinusoid(timestep, self.freq_dim).float())  # [B, T, C]
         time_projection = self.time_projection(time_embedding).unflatten(-1, (6, self.dim))
-        hidden = self.patch_embedding(x).float()  # [B, S, C]
         for block, (text_k, text_v) in zip(self.blocks, context.key_values):
-            hidden = block(hidden, time_projection, rope, text_k, text_v)
-        return self._unpatchify(self.head(hidden, time_embedding), grid)
+            hidden = block(hidden, time_projection, rope, text_k, text_v, split)
+        patches = self.head(hidden, time_embedding)
+        return self._unpatchify(patches if split is None else split.gather(patches), grid)
 
     def _patch_grid(self, x: Tensor) -> tuple[int, int, int]:
         if x.ndim != 5 or x.shape[1] != self.in_dim:
