@@ -168,12 +168,10 @@ def _attend_sparse(q, k, v, position, scale, return_lse, input_layout, output_la
 
 def _compiled_sparse(q, k, v, **options):
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _uncompiled_sparse(q, k, v, **options)
+        # The backward pass follows the blocks that were computed, which the compiler cannot see: a graph break. Disabling
+        # at import instead would load the whole compiler for everybody, which takes a second.
+        return torch.compiler.disable(_attend_sparse)(q, k, v, **options)
     return _sparse_attention_op(q, k, v, **options)
-
-
-# The backward pass follows the blocks that were computed, which the compiler cannot see: a graph break.
-_uncompiled_sparse = torch.compiler.disable(_attend_sparse)
 
 
 @torch.library.custom_op(
