@@ -307,3 +307,14 @@ def test_whole_clip_trains_compiled_without_a_graph_break():
     got, expected = (torch.autograd.grad(function(video), weight)[0] for function in (compiled, loss))
     torch._dynamo.reset()
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_normalising_latents_does_not_wait_for_the_gpu():
+    vae, latents = random_vae(), random_latents(2).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        back = vae.normalize(vae.denormalize(latents))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(back, latents, rtol=0, atol=1e-5)
