@@ -60,7 +60,7 @@ def test_native_multiplies_the_weight_in_pieces(monkeypatch):
     weight, scale, bias = layer(37, 20)
     x, widest = torch.randn(3, 20), []
     whole = native_linear(x, weight, scale, bias)
-    monkeypatch.setattr(fp8_quantization, "_CHUNK", 100)
+    monkeypatch.setattr(fp8_gemm, "_CHUNK", 100)
     monkeypatch.setattr(
         fp8_gemm, "dequantize_rows", lambda q, *rest: widest.append(q.numel()) or dequantize_rows(q, *rest)
     )
