@@ -1,0 +1,17 @@
+"""`python -m benchmarks ops | report`, each with its own options (`--help`)."""
+
+import sys
+
+from benchmarks import ops, report
+
+COMMANDS = {"ops": ops.main, "report": report.main}
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        raise SystemExit(f"usage: python -m benchmarks {{{','.join(COMMANDS)}}} ...")
+    COMMANDS[sys.argv[1]](sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Operators against the memory's own speed and against rivals: accuracy first, then medians with a cold cache.
+
+    python -m benchmarks ops                      every operator on the shapes of Wan 2.1, appended to the results
+    python -m benchmarks ops --sweep              the best launch settings of each kernel, to be put into launch.py
+    python -m benchmarks ops --sweep --tuned      both: measure with the settings that the sweep found
+    python -m benchmarks ops --smoke              tiny shapes, to see that it runs; records nothing
+
+TB/s count every large input once and every result once; "of copy" is their share of a device copy in the same run.
+"""
+
+import argparse
+import itertools
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks import record
+from benchmarks.op_cases import OPS, Case
+from benchmarks.timing import Timer
+from telefuser.kernel.triton import activation, launch
+from telefuser.kernel.triton.launch import Launch
+from telefuser.ops import RMSNorm, add_layer_norm_modulate, layer_norm_modulate
+from telefuser.platforms import current_platform
+
+SHAPES = [(32760, 1536), (32760, 5120), (75600, 5120)]
+SMOKE_SHAPES = [(24, 48), (24, 64)]
+# Relative L2 error to float64: one rounding of the result, or float32 arithmetic.
+LIMITS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
+# Compiled by Inductor on the first two shapes only: each takes seconds.
+COMPILED = ["rms_norm", "layer_norm_modulate fp32 to bf16", "add_layer_norm_modulate fp32 stream"]
+COMPILED += ["rms_norm_rotary q and k"]
+SWEPT = {
+    ("norm", 2): ["rms_norm", "layer_norm_modulate bf16"],
+    ("norm", 4): ["layer_norm_modulate fp32 to bf16"],
+    ("add_norm", 2): ["add_layer_norm_modulate bf16"],
+    ("add_norm", 4): ["add_layer_norm_modulate fp32 stream"],
+    ("norm_rotary", 2): ["rms_norm_rotary q and k"],
+}
+ROWS = (1, 2, 4, 8, 32)
+FLAT = list(itertools.product((1024, 2048, 4096, 8192), (128, 256)))
+
+
+def error(case: Case) -> float:
+    """The largest relative L2 error of our results on rows from the start, the middle and the end."""
+    outs = case.call(case.ours)
+    rows = case.tensors[0].shape[1]
+    worst = 0.0
+    for start in {0, rows // 2, max(rows - 64, 0)}:
+        part = slice(start, start + 64)
+        inputs = [t[:, part].double() for t in case.tensors]
+        others = [t[part] if t.dim() == 2 and t.shape[0] == rows else t for t in case.others]
+        exact = case.exact(*inputs, *(t.double() for t in others))
+        for out, wanted in zip(outs, exact if isinstance(exact, tuple) else (exact,)):
+            got = out[:, part].double()
+            distance = ((got - wanted).norm() / wanted.norm()).item() / LIMITS[out.dtype]
+            worst = max(worst, distance if distance == distance else float("inf"))
+    return worst
+
+
+def measure(name: str, rows: int, width: int, timer: Timer, ceiling: float, is_compiled: bool) -> list[dict]:
+    """The rows to record of one operator on one shape; raises where our result is wrong."""
+    case = OPS[name](rows, width, timer.device)
+    wrong = error(case)
+    if not wrong <= 1:
+        raise SystemExit(f"{name} {rows}x{width}: error is {wrong:.2f} of its limit, so its speed means nothing")
+    functions = {"ours": case.ours, **case.rivals}
+    if is_compiled:
+        torch._dynamo.reset()
+        functions["Inductor"] = torch.compile(case.rivals.get("eager", next(iter(case.rivals.values()))), dynamic=False)
+    moved = case.bytes()
+    label = f"{name} {rows}x{width}"
+    settings = ""
+    if case.kernel in ("norm", "add_norm", "norm_rotary"):
+        settings = "threads {} rows {} stages {}".format(*launch.launch_of(case.kernel, width, case.tensors[0]))
+    found = [{"case": label, "metric": "bytes", "value": moved, "unit": "B", "note": f"error {wrong:.2f} of its limit"}]
+    line = f"{label:52}"
+    for who, function in functions.items():
+        try:
+            ms = timer.milliseconds(lambda function=function: case.call(function))
+        except Exception as failure:  # noqa: BLE001
+            # A rival that another version broke is left out; ours has run already.
+            print(f"    {who} fails: {type(failure).__name__} {str(failure)[:100]}", flush=True)
+            continue
+        found.append({"case": label, "metric": who, "value": f"{ms:.5f}", "unit": "ms"})
+        if who == "ours":
+            found[-1]["note"] = settings
+        speed = moved / ms / 1e9
+        line += f" {who} {ms:.4f} ms {speed:.2f} TB/s ({speed / ceiling:.2f})"
+    print(line, flush=True)
+    return found
+
+
+def host_costs(timer: Timer) -> list[dict]:
+    """Microseconds that the host spends on an eager call of a small tensor."""
+    device = timer.device
+    x, w = torch.randn(1, 8, 128, device=device).bfloat16(), torch.randn(128, device=device).bfloat16()
+    stream, vectors = x.float(), torch.randn(1, 3, 1, 128, device=device).unbind(1)
+    norm = RMSNorm(128, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    calls = {
+        "F.rms_norm": lambda: F.rms_norm(x, (128,), w),
+        "rms_norm": lambda: norm(x),
+        "layer_norm_modulate": lambda: layer_norm_modulate(stream, *vectors[:2], out_dtype=torch.bfloat16),
+        "add_layer_norm_modulate": lambda: add_layer_norm_modulate(stream, x, *vectors),
+    }
+    found = []
+    for name, call in calls.items():
+        microseconds = timer.host_microseconds(call)
+        print(f"host time of {name}: {microseconds:.1f} us", flush=True)
+        found.append({"case": "host time of a call", "metric": name, "value": f"{microseconds:.2f}", "unit": "us"})
+    return found
+
+
+def sweep(shapes: list[tuple[int, int]], timer: Timer, stages_tried: list[int]) -> dict:
+    """Try launch settings; print and return the best table of each (kernel, bytes an element)."""
+    regular = launch.launch_of
+    tables = {}
+    try:
+        for (kernel, itemsize), names in SWEPT.items():
+            table = []
+            for rows, width in shapes:
+                cases = [OPS[name](rows, width, timer.device) for name in names]
+                threads = [t for t in (64, 128, 256, 512) if 4 <= width // t <= 48] or [32]
+                times = {}
+                for number, stages in itertools.product(threads, stages_tried):
+                    for each in ROWS:
+                        # A single row a program leaves nothing to overlap.
+                        if each == 1 and stages > 1:
+                            continue
+                        settings = Launch(number, each, stages)
+                        launch.launch_of = lambda *_, settings=settings: settings
+                        times[settings] = _times(cases, timer)
+                launch.launch_of = regular
+                best = _report_sweep(kernel, itemsize, rows, width, times, _times(cases, timer))
+                table.append((width, best))
+            tables[kernel, itemsize] = _widths_apart(table)
+            print(f"    ({kernel!r}, family, {itemsize}): {tables[kernel, itemsize]},", flush=True)
+    finally:
+        launch.launch_of = regular
+    return tables
+
+
+def _times(cases: list[Case], timer: Timer) -> float:
+    """Milliseconds of all cases together; infinite, and a line, where the settings do not compile or fit."""
+    try:
+        return sum(timer.milliseconds(lambda case=case: case.call(case.ours)) for case in cases)
+    except Exception as failure:  # noqa: BLE001
+        # One setting must not end the whole search; Triton's errors have no common class.
+        print(f"    fails: {type(failure).__name__} {str(failure)[:100]}", flush=True)
+        return float("inf")
+
+
+def _report_sweep(kernel, itemsize, rows, width, times: dict, present: float) -> Launch:
+    ranked = sorted(times, key=times.get)
+    first = ", ".join(f"{tuple(s)} {times[s]:.4f}" for s in ranked[:4])
+    print(f"sweep {kernel} {itemsize} {rows}x{width}: {first}; now {present:.4f} ms", flush=True)
+    return ranked[0]
+
+
+def _widths_apart(found: list[tuple[int, Launch]]) -> tuple:
+    """Settings of measured widths as a table: each holds up to twice its width, the last one for all beyond."""
+    by_width = dict(found)
+    widths = sorted(by_width)
+    limits = [2 * width for width in widths[:-1]] + [1 << 62]
+    return tuple((limit, by_width[width]) for limit, width in zip(limits, widths))
+
+
+def sweep_flat(shape: tuple[int, int], timer: Timer) -> None:
+    """The block and threads of the flat activation."""
+    case = OPS["gelu_tanh"](*shape, timer.device)
+    present = activation.FLAT_BLOCK, activation.FLAT_THREADS
+    times = {}
+    for settings in FLAT:
+        activation.FLAT_BLOCK, activation.FLAT_THREADS = settings
+        times[settings] = _times([case], timer)
+    activation.FLAT_BLOCK, activation.FLAT_THREADS = present
+    print("sweep gelu:", ", ".join(f"{s} {times[s]:.4f}" for s in sorted(times, key=times.get)), "now", present)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, nothing recorded")
+    parser.add_argument("--sweep", action="store_true", help="search launch settings")
+    parser.add_argument("--tuned", action="store_true", help="after --sweep, measure with what it found")
+    parser.add_argument("--stages", nargs="*", type=int, default=[1, 2], help="of the sweep; each compiles anew")
+    parser.add_argument("--only", nargs="*", choices=sorted(OPS), help="these operators")
+    parser.add_argument("--no-inductor", action="store_true", help="skip the rivals that take seconds to compile")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--results", type=Path, default=record.RESULTS)
+    options = parser.parse_args(arguments)
+
+    torch.manual_seed(0)
+    device = torch.device(current_platform.default_device())
+    timer = Timer(device, options.repeats)
+    shapes = SMOKE_SHAPES if options.smoke else SHAPES
+    with torch.inference_mode():
+        ceiling = timer.copy_ceiling(16 if options.smoke else 2048)
+        print(f"{record.device_name()}: copy {ceiling:.2f} TB/s", flush=True)
+        if options.sweep:
+            tables = sweep(shapes[:2], timer, options.stages)
+            sweep_flat(shapes[0], timer)
+            if not options.tuned:
+                return
+            if device.type != "cpu":
+                family = launch.family()
+                launch.MEASURED.update({(kernel, family, size): table for (kernel, size), table in tables.items()})
+                launch._launch_of.cache_clear()
+        rows = [{"case": "device copy", "metric": "copy", "value": f"{ceiling:.4f}", "unit": "TB/s"}]
+        for name, (count, width) in itertools.product(options.only or OPS, shapes):
+            is_compiled = name in COMPILED and (count, width) in SHAPES[:2] and not options.no_inductor
+            rows += measure(name, count, width, timer, ceiling, is_compiled)
+        rows += host_costs(timer)
+    if not options.smoke:
+        print(record.append("ops", rows, options.results))
+
+
+if __name__ == "__main__":
+    main()
