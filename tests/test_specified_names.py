@@ -26,11 +26,22 @@ NAMES = [
     ("telefuser.ops.normalization", "RMSNorm LayerNorm AdaLayerNormContinuous modulate"),
     # S094, S121
     ("telefuser.ops.rotary", "apply_rotary_emb"),
-    # S095, S120
-    ("telefuser.ops.attention", "attention"),
+    # S119, S191, S204, S210, S214
+    (
+        "telefuser.ops.quantized_linear",
+        "LinearFP8 replace_linear_layers convert_params_to_buffers convert_params_to_buffer",
+    ),
+    # S095, S120, S216, S222
+    ("telefuser.ops.attention", "attention long_context_attention SparseAttentionState MaskMap"),
     # S226
     ("telefuser.ops.attention.attention_impl", "attention"),
-    # S217
+    # S227, S228, S229
+    ("telefuser.ops.attention.radial_attention_core", "radial_block_mask"),
+    ("telefuser.ops.attention.local_sparse_attn", "local_block_mask"),
+    ("telefuser.ops.attention.sparse_attention", "sparse_attention"),
+    # S259
+    ("telefuser.distributed", "create_device_mesh_from_config"),
+    # S217, S260
     ("telefuser.core.config", "AttentionConfig AttnImplType ParallelConfig"),
 ]
 
