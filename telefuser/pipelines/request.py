@@ -7,18 +7,24 @@ from __future__ import annotations
 import math
 import re
 import secrets
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from telefuser.schedulers import SCHEDULERS
+from telefuser.pipelines.prompt import clean_text
+from telefuser.schedulers import NUM_TRAIN_TIMESTEPS, SCHEDULERS, make_scheduler
 
 # The VAE shrinks an edge 8 times and the transformer takes patches of 2 x 2 latents; time shrinks 4 times.
 SIZE_MULTIPLE = 16
 FRAME_MULTIPLE = 4
 MAX_SEED = 2**63 - 1
+# Players and containers take no other rate; a video of 0.001 frames a second is a typing error.
+MIN_FPS, MAX_FPS = 0.1, 1000.0
+# A run starts from pure noise, noise level 1. Told a lower one, the model leaves the rest of the noise in the video.
+MIN_FIRST_SIGMA = 0.9
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -100,9 +106,9 @@ def validate_request(
         negative_prompt: one for all, or a list with one a prompt; may be empty.
         height, width: multiples of 16.
         num_frames: 4n + 1.
-        steps: at least 1.
+        steps: 1 to 1000, the number of noise levels that the models were trained on.
         guidance: finite, at least 0; 1 turns guidance off.
-        shift: finite, above 0.
+        shift: finite, above 0, and such that the noise levels fall from about 1 in float32 (0.01 to 1000 always do).
         seed: 0 to 2**63 - 1 for all prompts, or a list with one a prompt. None and -1 draw one a prompt.
         scheduler: a key of `telefuser.schedulers.SCHEDULERS`.
 
@@ -116,8 +122,11 @@ def validate_request(
     prompts = _prompts(prompt)
     height, width = _size(chosen("height", height), chosen("width", width))
     scheduler = chosen("scheduler", scheduler)
-    if scheduler not in SCHEDULERS:
+    if not isinstance(scheduler, str) or scheduler not in SCHEDULERS:
         raise ValueError(f"unknown scheduler {scheduler!r}: choose one of {', '.join(SCHEDULERS)}")
+    steps = _integer("steps", chosen("steps", steps), 1, NUM_TRAIN_TIMESTEPS)
+    shift = _number("shift", chosen("shift", shift), positive=True)
+    _check_schedule(scheduler, steps, shift)
     return GenerationRequest(
         prompts=prompts,
         negative_prompts=_negative_prompts(chosen("negative_prompt", negative_prompt), len(prompts)),
@@ -125,11 +134,11 @@ def validate_request(
         height=height,
         width=width,
         num_frames=_num_frames(chosen("num_frames", num_frames)),
-        steps=_integer("steps", chosen("steps", steps), 1),
+        steps=steps,
         guidance=_number("guidance", chosen("guidance", guidance), positive=False),
-        shift=_number("shift", chosen("shift", shift), positive=True),
+        shift=shift,
         scheduler=scheduler,
-        fps=_number("fps", defaults["fps"], positive=True),
+        fps=_fps(defaults["fps"]),
     )
 
 
@@ -140,13 +149,15 @@ def _prompts(prompt: str | Sequence[str]) -> tuple[str, ...]:
     for i, text in enumerate(prompts):
         if not isinstance(text, str):
             raise ValueError(f"prompt {i + 1} is a {type(text).__name__}, not a string")
-        if not text.strip():
+        _check_unicode(f"prompt {i + 1}", text)
+        if not _is_visible(text):
             raise ValueError(f"prompt {i + 1} of {len(prompts)} is empty: say what the video should show")
     return prompts
 
 
 def _negative_prompts(negative_prompt: str | Sequence[str], count: int) -> tuple[str, ...]:
     if isinstance(negative_prompt, str):
+        _check_unicode("the negative prompt", negative_prompt)
         return (negative_prompt,) * count
     negatives = _each("negative prompt", negative_prompt, str)
     if len(negatives) != count:
@@ -156,12 +167,29 @@ def _negative_prompts(negative_prompt: str | Sequence[str], count: int) -> tuple
     for text in negatives:
         if not isinstance(text, str):
             raise ValueError(f"a negative prompt is a {type(text).__name__}, not a string")
+        _check_unicode("a negative prompt", text)
     return negatives
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """A video's metadata is UTF-8, and only after the run would half a character be found not to be."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is not valid Unicode at character {error.start + 1} ({text[error.start]!a}): "
+            "type it in a UTF-8 terminal, or set PYTHONUTF8=1"
+        ) from error
+
+
+def _is_visible(text: str) -> bool:
+    """Whether anything is left once white space, control and zero-width characters are gone: they prompt nothing."""
+    return any(unicodedata.category(character)[0] not in "CZ" for character in clean_text(text))
 
 
 def _size(height: int, width: int) -> tuple[int, int]:
     height, width = _integer("height", height), _integer("width", width)
-    nearest = tuple(max(round(edge / SIZE_MULTIPLE), 1) * SIZE_MULTIPLE for edge in (width, height))
+    nearest = tuple(max((edge + SIZE_MULTIPLE // 2) // SIZE_MULTIPLE, 1) * SIZE_MULTIPLE for edge in (width, height))
     if (width, height) != nearest:
         raise ValueError(
             f"size {width}x{height} (width x height): both must be positive multiples of {SIZE_MULTIPLE}, "
@@ -172,10 +200,28 @@ def _size(height: int, width: int) -> tuple[int, int]:
 
 def _num_frames(num_frames: int) -> int:
     num_frames = _integer("number of frames", num_frames)
-    nearest = max(round((num_frames - 1) / FRAME_MULTIPLE), 0) * FRAME_MULTIPLE + 1
+    nearest = max(num_frames // FRAME_MULTIPLE, 0) * FRAME_MULTIPLE + 1
     if num_frames != nearest:
         raise ValueError(f"{num_frames} frames: the number must be 4n + 1, the nearest is {nearest}")
     return num_frames
+
+
+def _check_schedule(scheduler: str, steps: int, shift: float) -> None:
+    first = make_scheduler(scheduler, steps, shift).sigmas[0].item()
+    if first < MIN_FIRST_SIGMA:
+        raise ValueError(
+            f"shift {shift:g} starts {scheduler} at noise level {first:.2g} instead of about 1, and the video would stay "
+            "noise: use a larger shift, 1 to 12 is usual"
+        )
+
+
+def _fps(fps: Any) -> float:
+    fps = _number("fps", fps, positive=True)
+    if not MIN_FPS <= fps <= MAX_FPS:
+        raise ValueError(
+            f"fps must be from {MIN_FPS:g} to {MAX_FPS:g}, got {fps:g}: correct the checkpoint's config.json"
+        )
+    return fps
 
 
 def _seeds(seed: int | Sequence[int | None] | None, count: int) -> tuple[int, ...]:
@@ -203,11 +249,13 @@ def _each(name: str, value: Any, single: type) -> tuple:
     raise ValueError(f"{name} must be a {single.__name__} or a list of them, got {value!r}")
 
 
-def _integer(name: str, value: Any, minimum: int | None = None) -> int:
+def _integer(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an integer, got {value!r}")
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {value}")
     return value
 
 

@@ -17,7 +17,8 @@ NUM_TRAIN_TIMESTEPS = 1000
 
 def shifted(sigma: float, shift: float) -> float:
     """Timestep shift of Esser et al. 2024 (arXiv:2403.03206, eq. 23): s * x / (1 + (s - 1) * x)."""
-    return shift * sigma / (1 + (shift - 1) * sigma)
+    # At sigma 1 a shift below 1e-16 is lost beside the 1; what is left of the denominator would be 0.
+    return shift * sigma / (1 + (shift - 1) * sigma or shift)
 
 
 def half_log_snr(sigma: float) -> float:
@@ -77,9 +78,10 @@ class FlowScheduler(ABC):
     def _check_falling(self) -> None:
         """Two equal levels would divide by zero inside the multistep solvers."""
         if self._sigma[0] > 1 or not all(a > b for a, b in zip(self._sigma, self._sigma[1:])):
+            levels = ", ".join(f"{sigma:.7g}" for sigma in self._sigma[:3])
             raise ValueError(
                 f"noise levels must fall strictly within (0, 1] in float32; {self.num_inference_steps} steps with "
-                f"shift {self.shift:g} give {self._sigma}: use a smaller shift or fewer steps"
+                f"shift {self.shift:g} start with {levels}: use a shift nearer to 1 or fewer steps"
             )
 
     def step(self, model_output: torch.Tensor, index: int, sample: torch.Tensor) -> torch.Tensor:

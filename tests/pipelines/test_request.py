@@ -100,13 +100,49 @@ def test_a_checkpoint_with_a_useless_frame_rate_is_found_before_the_run():
         validate_request({**DEFAULTS, "fps": 0}, "a cat")
 
 
-def test_unknown_schedulers_list_the_choices():
-    refused(r"'heun'.*unipc, dpm\+\+, euler", scheduler="heun")
+@pytest.mark.parametrize("fps", [1e-9, 1e9])
+def test_frame_rates_that_no_player_takes_are_found_before_the_run(fps):
+    with pytest.raises(ValueError, match=r"fps must be from 0\.1 to 1000.*config\.json"):
+        validate_request({**DEFAULTS, "fps": fps}, "a cat")
 
 
-@pytest.mark.parametrize("prompt", ["", "  \n", [], ["a cat", ""], [3], None])
+@pytest.mark.parametrize("scheduler", ["heun", "", None, ["euler"]])
+def test_unknown_schedulers_list_the_choices(scheduler):
+    with pytest.raises(ValueError, match=r"unknown scheduler.*unipc, dpm\+\+, euler"):
+        validate_request({**DEFAULTS, "scheduler": scheduler}, "a cat")
+
+
+@pytest.mark.parametrize("scheduler", ["unipc", "dpm++", "euler"])
+@pytest.mark.parametrize("shift", [1e9, 1e-300])
+def test_shifts_whose_noise_levels_coincide_are_refused_before_the_run(scheduler, shift):
+    with pytest.raises(ValueError, match="4 steps with shift") as caught:
+        validate_request(DEFAULTS, "a cat", scheduler=scheduler, shift=shift, steps=4)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_shift_that_would_leave_the_noise_in_the_video_is_refused():
+    refused("shift 1e-05 starts unipc at noise level 0.0099", scheduler="unipc", shift=1e-5)
+    assert validate_request(DEFAULTS, "a cat", scheduler="unipc", shift=0.01).shift == 0.01
+
+
+def test_more_steps_than_noise_levels_are_refused_at_once():
+    refused("steps must be at most 1000", steps=10**12)
+    assert validate_request(DEFAULTS, "a cat", steps=1000).steps == 1000
+
+
+def test_the_nearest_of_a_huge_number_of_frames_is_exact():
+    refused(f"nearest is {10**26 + 1}$", num_frames=10**26)
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n", [], ["a cat", ""], [3], None, "\ufeff", "\u200b\u2028", "\0", "&nbsp;"])
 def test_blank_and_missing_prompts_are_refused(prompt):
     refused("prompt", prompt)
+
+
+@pytest.mark.parametrize("texts", [("a \udcff cat", None), ("a cat", "\ud800"), (["a cat"], ["\ud800"])])
+def test_text_that_no_file_could_hold_is_refused_before_the_run(texts):
+    with pytest.raises(ValueError, match=r"not valid Unicode at character \d .*PYTHONUTF8=1"):
+        validate_request(DEFAULTS, *texts)
 
 
 def test_a_negative_prompt_may_be_empty_and_serves_all_prompts():

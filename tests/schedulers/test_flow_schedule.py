@@ -101,7 +101,7 @@ def test_shifts_that_are_no_positive_number_are_refused(shift):
 
 
 def test_a_shift_that_makes_noise_levels_coincide_is_refused():
-    with pytest.raises(ValueError, match="smaller shift"):
+    with pytest.raises(ValueError, match="a shift nearer to 1"):
         make_scheduler("dpm++", 50, 1e9)
 
 
