@@ -40,24 +40,32 @@ def check_output(path: str | Path, num_frames: int = 0, height: int = 0, width: 
     """Whether a video of that size can be written to `path`; called before the run, so that a typo does not cost it.
 
     Raises:
-        ValueError: unknown suffix, no such folder, a folder in the place of the file, no permission, no H.264 encoder,
-            or too little disk space.
+        ValueError: unknown suffix, no such folder, something else than a file in its place, no permission, a name that
+            the disk does not take, no H.264 encoder, or too little disk space.
     """
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"cannot write {str(path)!r}: the name must end in {', '.join(FORMATS)}")
     folder = path.parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ValueError(f"cannot write {str(path)!r}: there is no folder {str(folder)!r}, create it first")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ValueError(f"cannot write {str(path)!r}: it is a folder")
-    if path.exists() and not os.access(path, os.W_OK):
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"cannot write {str(path)!r}: there is a device or a pipe of that name")
+    if os.path.exists(path) and not os.access(path, os.W_OK):
         raise ValueError(f"cannot write {str(path)!r}: the file exists and is write-protected")
     try:
-        # Permission bits do not tell about read-only mounts and quotas; making a file does.
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"cannot write {str(path)!r}: no file can be made in {str(folder)!r} ({error})") from error
+        # Permission bits do not tell about read-only mounts and quotas; making a file does. Under the longest name that
+        # a run may need: a name that the disk does not take would otherwise be found when the frames are there.
+        trial = _temporary_name(_frames_path(path))
+        open(trial, "xb").close()
+        trial.unlink()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"cannot write {str(path)!r}: no such file can be made in {str(folder)!r} ({reason})"
+        ) from error
     try:
         av.codec.Codec(ENCODER, "w")
     except av.codec.codec.UnknownCodecError as error:
@@ -90,7 +98,7 @@ def write_video(
     try:
         with _whole_or_absent(path) as temporary:
             _encode(frames, temporary, FORMATS[path.suffix.lower()], rate, metadata or {})
-    except (OSError, av.FFmpegError, MemoryError) as error:
+    except Exception as error:  # whatever it is, metadata that is no JSON included, the frames took long to make
         raise _keep_frames(frames, path, error) from error
     return path
 
@@ -126,10 +134,19 @@ def _checked_frames(frames: torch.Tensor | np.ndarray) -> np.ndarray:
     return array
 
 
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def _frames_path(path: Path) -> Path:
+    """Where the frames are kept if the video cannot be written to `path`."""
+    return path.with_name(f"{path.stem}.frames.npz")
+
+
 @contextlib.contextmanager
 def _whole_or_absent(path: Path) -> Iterator[Path]:
     """A name in the folder of `path`, renamed to it at the end; removed on any exception, Ctrl-C included."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = _temporary_name(path)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -165,12 +182,12 @@ def _encode(frames: np.ndarray, path: Path, container_format: str, rate: Fractio
 def _keep_frames(frames: np.ndarray, path: Path, error: Exception) -> VideoWriteError:
     """Save the frames beside `path`, else in the system's folder for temporary files, and say so."""
     reason = "the disk is full" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else str(error)
-    name = f"{path.stem}.frames.npz"
+    name = _frames_path(path).name
     for folder in (path.parent, Path(tempfile.gettempdir())):
         try:
             with _whole_or_absent(folder / name) as temporary, open(temporary, "xb") as file:
                 np.savez_compressed(file, frames=frames)
-        except OSError:
+        except (OSError, ValueError):
             continue
         kept = folder / name
         message = f"could not write {path}: {reason}. The frames are kept in {kept} (numpy.load(...)['frames'])"

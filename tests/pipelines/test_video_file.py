@@ -96,22 +96,30 @@ def test_outputs_are_checked_before_the_run(tmp_path):
     assert check_output(tmp_path / "clip.mp4", 81, 480, 832) == tmp_path / "clip.mp4"
     assert os.listdir(tmp_path) == []
     (tmp_path / "folder.mp4").mkdir()
+    os.mkfifo(tmp_path / "pipe.mp4")
     for path, match in [
         (tmp_path / "clip.avi", r"must end in \.mp4"),
         (tmp_path / "clip", "must end in"),
         (tmp_path / "absent" / "clip.mp4", "create it first"),
         (tmp_path / "folder.mp4", "is a folder"),
+        (tmp_path / "pipe.mp4", "a device or a pipe"),
+        (tmp_path / f"{'x' * 300}.mp4", "name too long"),
+        # Fits as it is, not with what the temporary file and the frames that are kept add to it.
+        (tmp_path / f"{'x' * 245}.mp4", "name too long"),
+        (tmp_path / "a\0.mp4", "null"),
+        (tmp_path / "\ud800.mp4", "surrogates"),
     ]:
         with pytest.raises(ValueError, match=match):
             check_output(path)
+    assert sorted(os.listdir(tmp_path)) == ["folder.mp4", "pipe.mp4"]
 
 
 def test_a_folder_that_takes_no_file_is_found_before_the_run(tmp_path, monkeypatch):
-    def refuse(**_):
+    def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(video_file.tempfile, "TemporaryFile", refuse)
-    with pytest.raises(ValueError, match=r"no file can be made.*Permission denied"):
+    monkeypatch.setattr(video_file, "open", refuse, raising=False)
+    with pytest.raises(ValueError, match=r"no such file can be made.*Permission denied"):
         check_output(tmp_path / "clip.mp4")
 
 
@@ -137,6 +145,13 @@ def test_frames_are_kept_losslessly_when_encoding_fails(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["clip.frames.npz", "clip.mp4"]
     assert (tmp_path / "clip.mp4").read_bytes() == b"an older video"
     assert np.array_equal(np.load(caught.value.frames_path)["frames"], frames.numpy())
+
+
+def test_frames_are_kept_when_the_metadata_cannot_be_written(tmp_path):
+    with pytest.raises(VideoWriteError, match="frames are kept") as caught:
+        write_video(moving_square(1), tmp_path / "clip.mp4", 16, {"seed": object()})
+    assert caught.value.frames_path == tmp_path / "clip.frames.npz"
+    assert os.listdir(tmp_path) == ["clip.frames.npz"]
 
 
 def test_a_full_disk_is_named_and_the_frames_go_elsewhere(tmp_path, monkeypatch):
