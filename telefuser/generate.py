@@ -1,6 +1,7 @@
 """`telefuser generate`: check all that can be checked, load the model, make and save one video a prompt."""
 
 import logging
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -92,16 +93,19 @@ def output_paths(output: str | None, prompts: Sequence[str], seeds: Sequence[int
 
     Raises ValueError for a file that exists, naming it and the way out.
     """
-    names_itself = output is None or output.endswith(("/", "\\")) or Path(output).is_dir()
+    # os.path, whose questions have an answer for every string: a name too long for the disk is no folder either.
+    output = None if output is None else os.path.expanduser(output)
+    names_itself = output is None or output.endswith(("/", "\\")) or os.path.isdir(output or ".")
     if names_itself:
-        folder = Path(output or ".").expanduser()
+        folder = Path(output or ".")
         try:
             folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"cannot make the folder {str(folder)!r} ({error.strerror})") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"cannot make the folder {str(folder)!r} ({reason})") from error
         pattern = str(folder / ("{n}-{prompt}.mp4" if len(prompts) > 1 else "{prompt}.mp4"))
     else:
-        pattern = str(Path(output).expanduser())
+        pattern = str(Path(output))
         if len(prompts) > 1 and "{n}" not in pattern:
             file = Path(pattern)
             pattern = str(file.with_name(f"{file.stem}-{{n}}{file.suffix}"))
@@ -110,9 +114,9 @@ def output_paths(output: str | None, prompts: Sequence[str], seeds: Sequence[int
     for number, (prompt, seed) in enumerate(zip(prompts, seeds), start=1):
         name = pattern.replace("{n}", f"{number:0{width}d}").replace("{seed}", str(seed))
         path = Path(name.replace("{prompt}", slug(prompt)))
-        if path.exists() and not overwrite and names_itself:
+        if os.path.exists(path) and not overwrite and names_itself:
             path = _free(path)
-        elif path.exists() and not overwrite and path.is_file():
+        elif os.path.isfile(path) and not overwrite:
             raise ValueError(f"{path} exists: choose another name with -o, or give --overwrite")
         paths.append(path)
     return paths

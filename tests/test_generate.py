@@ -43,6 +43,13 @@ def test_folders(here):
             names(impossible)
 
 
+def test_names_that_no_disk_takes_are_left_to_the_check_of_outputs():
+    for name in ("x" * 300 + ".mp4", "~nobody-of-that-name/a.mp4", "a\0.mp4"):
+        assert names(name) == [name]
+    with pytest.raises(ValueError, match="cannot make the folder"):
+        names("x" * 300 + "/")
+
+
 def test_existing_files(here):
     for name in ("a-red-circle.mp4", "a-red-circle-2.mp4", "out.mp4", "out-002.mp4"):
         (here / name).write_text("")

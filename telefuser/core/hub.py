@@ -1,6 +1,7 @@
 """From what a user types to a folder on disk: a path, `tiny` (the model inside the package), or a hub id `org/name`."""
 
 import difflib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +37,11 @@ def find_folder(path_or_id: str | Path, is_complete: Callable[[Path], bool]) -> 
         if not EMBEDDED_FOLDER.is_dir():
             raise CheckpointError(f"{EMBEDDED_FOLDER}: the embedded model is missing. Install telefuser again.")
         return EMBEDDED_FOLDER
-    path = Path(path_or_id).expanduser()
-    if path.is_dir():
+    # os.path, whose questions have an answer for every string: a name too long for the disk is no folder either.
+    path = Path(os.path.expanduser(path_or_id))
+    if os.path.isdir(path):
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise CheckpointError(
             f"{path}: a file; the folder of a whole checkpoint is needed. Try its folder, {path.parent}."
         )
@@ -77,7 +79,7 @@ def _not_found(path: Path) -> str:
 
 def _near(path: Path) -> str:
     """Near names beside the path that was meant; what can be given at all, where there are none."""
-    siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if os.path.isdir(path.parent) else []
     if near := difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.5):
         return "Did you mean " + " or ".join(str(path.parent / name) for name in near) + "?"
     return f"Give a checkpoint folder, a hub id such as Wan-AI/Wan2.1-T2V-1.3B, or '{EMBEDDED_MODEL}'."

@@ -314,6 +314,12 @@ def test_parent_of_a_checkpoint_names_it(folder):
         inspect(folder.parent)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-that-name/wan", "a\0b"])
+def test_names_that_no_disk_takes_are_no_folder(name):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        inspect(name)
+
+
 def test_missing_path_names_near_ones(folder):
     with pytest.raises(CheckpointError, match=r"no such folder\. Did you mean .*wan\?"):
         inspect(folder.parent / "wan2")
