@@ -93,8 +93,14 @@ class PromptTokenizer:
                 "the prompt %r has %d tokens, the model reads %d: the rest is ignored", shown, length, self.max_length
             )
         if unknown:
-            words = ", ".join(repr(word) for word in dict.fromkeys(unknown))
+            words = _listed(list(dict.fromkeys(unknown)))
             logger.warning("the prompt %r has words this model does not know: %s", shown, words)
+
+
+def _listed(words: list[str]) -> str:
+    """At most ten words of 40 characters, so that a pasted page does not fill the screen."""
+    shown = [repr(word if len(word) <= 40 else f"{word[:37]}...") for word in words[:10]]
+    return ", ".join(shown) + (f" and {len(words) - 10} more" if len(words) > 10 else "")
 
 
 def encode_rows(encoder: torch.nn.Module, tokenizer: PromptTokenizer, texts: Sequence[str]) -> list[torch.Tensor]:

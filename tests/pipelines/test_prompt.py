@@ -65,6 +65,14 @@ def test_words_the_model_does_not_know_are_named_once(tokenizer, caplog):
     assert "does not know: 'purple', 'zebra'" in caplog.text
 
 
+def test_the_warning_about_unknown_words_is_short(tokenizer, caplog):
+    tokenizer(["q" * 100_000])
+    tokenizer([" ".join(f"word{i}" for i in range(50))])
+    messages = [message for message in caplog.messages if "does not know" in message]
+    assert [len(message) < 400 for message in messages] == [True, True]
+    assert messages[1].endswith("'word9' and 40 more")
+
+
 def test_settings_stored_in_the_file_do_not_pad_or_cut(tmp_path):
     """Files saved after enable_padding or enable_truncation carry those settings."""
     from tokenizers import Tokenizer
