@@ -71,7 +71,7 @@ class VaeSettings:
 
 @dataclass(frozen=True)
 class DitSettings:
-    """5.6 M parameters with the text encoder, which is trained along."""
+    """5.5 M parameters with the text encoder, which is trained along."""
 
     steps: int = 8000
     batch: int = 256
