@@ -4,6 +4,7 @@ Rank r draws the same whole tensors as all others and keeps its part.
 """
 
 import math
+import time
 from functools import partial
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from telefuser import distributed
 from telefuser.core.config import AttentionConfig, AttnImplType, ParallelConfig
 from telefuser.models.wan_video_dit import WanModel
-from telefuser.ops.attention import attention, long_context_attention
+from telefuser.ops.attention import MaskMap, SparseAttentionState, attention, long_context_attention
 from tests.tolerances import rel_error
 
 TINY_DIT = {
@@ -99,10 +100,10 @@ def perturbed_memory_changes_nothing(degrees):
     return torch.equal(got, want)
 
 
-def ulysses_gradient_error():
+def ulysses_gradient_error(heads):
     """Errors of the gradients of this rank's q, k, v against those of one process."""
     mesh = mesh_of(sp_ulysses_degree=dist.get_world_size())
-    whole = [t.requires_grad_() for t in draw(13, 5)]
+    whole = [t.requires_grad_() for t in draw(13, heads)]
     attention(*whole).square().sum().backward()
     parts = [own(mesh, t.detach()).clone().requires_grad_() for t in whole]
     long_context_attention(*parts, device_mesh=mesh).square().sum().backward()
@@ -121,6 +122,36 @@ def ring_with_backend_that_gives_no_lse():
     errors = [attention_error({"sp_ring_degree": 2}, 32, 4, attention_config=config) for _ in range(2)]
     logging.getLogger("telefuser").removeHandler(handler)
     return errors, records
+
+
+def sparse_error(degrees):
+    """Errors of radial and local sparse attention in parts against the same on one process."""
+    mesh, errors = mesh_of(**degrees), []
+    whole, state_of = draw(9 * 10 * 13, 5), MaskMap(9 * 10 * 13, 9, grid=(9, 10, 13))
+    for config in (
+        AttentionConfig.radial_attention(dense_timesteps=0, decay_factor=0.2, block_size=64),
+        AttentionConfig.local_sparse_attention(dense_timesteps=0, local_window_size=2, block_size=64),
+    ):
+        options = {"attention_config": config, "sparse_state": SparseAttentionState(config, state_of)}
+        want = attention(*whole, **options)
+        assert rel_error(want, attention(*whole)) > 0.1
+        got = long_context_attention(*(own(mesh, t) for t in whole), device_mesh=mesh, **options)
+        errors.append(rel_error(got, own(mesh, want)))
+    return errors
+
+
+def absent_partner():
+    """Rank 1 stays away for longer than the mesh's timeout: the seconds until rank 0 gives up, and its error."""
+    mesh = distributed.create_device_mesh_from_config(ParallelConfig(sp_ulysses_degree=2, timeout=1))
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return None
+    start = time.monotonic()
+    try:
+        long_context_attention(*draw(4, 2), device_mesh=mesh)
+    except RuntimeError as error:
+        return time.monotonic() - start, str(error)
+    return None
 
 
 def message_of(call, *args, **kwargs):
@@ -148,6 +179,7 @@ def refusals():
     return {
         "mask": call(q, k, v, ulysses, attn_mask=torch.ones(1, 1, dtype=torch.bool)),
         "sparse ring": call(q, k, v, ring, attention_config=radial),
+        "config": call(q, k, v, ring, attention_config="sdpa"),
         "dropout ring": call(q, k, v, ring, attention_config=AttentionConfig(dropout=0.1)),
         "gradient ring": call(q.clone().requires_grad_(), k, v, ring),
         "one wrong": call(q, one_is_wrong, v, ulysses),
@@ -265,7 +297,9 @@ FOUR = {
         for strategy in ("ulysses", "ring", "usp")
         for name, case in DIT.items()
     },
-    "gradient": ulysses_gradient_error,
+    "sparse": partial(sparse_error, ULYSSES_4),
+    "gradient: 5 heads": partial(ulysses_gradient_error, 5),
+    "gradient: 2 heads": partial(ulysses_gradient_error, 2),
     "training": dit_training_is_refused,
     "refusals": refusals,
     "mesh: usp": partial(describe_mesh, **USP),
@@ -281,5 +315,6 @@ TWO = {
     },
     "no lse": ring_with_backend_that_gives_no_lse,
     "dit": partial(dit_errors, ULYSSES_2, **DIT["15 tokens, a timestep each"]),
-    "gradient": ulysses_gradient_error,
+    "gradient: 5 heads": partial(ulysses_gradient_error, 5),
+    "absent partner": absent_partner,
 }

@@ -39,8 +39,19 @@ def test_memory_that_was_never_written_is_not_read(four, strategy):
 
 
 def test_ulysses_passes_gradients_back(four, two):
-    for results in (four("gradient"), two("gradient")):
+    # With 2 heads half of the four processes compute no attention, but gradients pass through them.
+    for results in (four("gradient: 5 heads"), four("gradient: 2 heads"), two("gradient: 5 heads")):
         assert max(max(errors) for errors in results) <= 1e-5
+
+
+def test_sparse_patterns_work_through_ulysses(four):
+    assert max(max(errors) for errors in four("sparse")) <= 1e-5
+
+
+def test_a_partner_that_stays_away_is_an_error_after_the_timeout(two):
+    # ParallelConfig(timeout=1)
+    seconds, _ = two("absent partner")[0]
+    assert 0.5 < seconds < 2
 
 
 def test_ring_takes_another_backend_where_the_chosen_one_gives_no_lse(two):
@@ -56,6 +67,7 @@ def test_refusals_reach_every_rank_and_say_why(four):
     for rank, messages in enumerate(four("refusals")):
         assert "device_mesh=None" in messages["mask"]
         assert "RADIAL_ATTN" in messages["sparse ring"]
+        assert "AttentionConfig" in messages["config"]
         assert "dropout 0.1" in messages["dropout ring"]
         assert "no_grad" in messages["gradient ring"]
         assert ("q (2, 2, 4, 16)" if rank == 1 else "part(s) [1]") in messages["one wrong"]

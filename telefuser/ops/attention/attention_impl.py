@@ -62,12 +62,12 @@ def attention(
     impl = config.attn_impl if attn_impl is None else AttnImplType.parse(attn_impl)
     scale = config.scale if scale is None else scale
     is_causal = is_causal or config.is_causal
-    _check(q, k, v, attn_mask, input_layout, output_layout)
+    check_inputs(q, k, v, attn_mask, input_layout, output_layout)
     if return_lse and config.dropout:
         raise ValueError(
             f"return_lse and dropout {config.dropout} do not go together; set AttentionConfig.dropout to 0"
         )
-    q, k, v = _one_dtype(q, k, v)
+    q, k, v = one_dtype(q, k, v)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     if sparse_state is not None and impl.takes_sparse_config:
@@ -168,8 +168,8 @@ def _attend_sparse(q, k, v, position, scale, return_lse, input_layout, output_la
 
 def _compiled_sparse(q, k, v, **options):
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        # The backward pass follows the blocks that were computed, which the compiler cannot see: a graph break. Disabling
-        # at import instead would load the whole compiler for everybody, which takes a second.
+        # The backward pass follows the blocks that were computed, which the compiler cannot see: a graph break.
+        # Disabling at import instead would load the whole compiler for everybody, which takes a second.
         return torch.compiler.disable(_attend_sparse)(q, k, v, **options)
     return _sparse_attention_op(q, k, v, **options)
 
@@ -212,7 +212,7 @@ def _without_keys(call: Call):
     return out, lse if call.return_lse else None
 
 
-def _one_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+def one_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
     """q, k, v in v's dtype: a float32 norm under autocast leaves q and k wider than v, and no kernel takes the mix."""
     dtype = v.dtype
     if dtype is not torch.float64 and torch.is_autocast_enabled(v.device.type):
@@ -230,7 +230,7 @@ def _check_state(state: SparseAttentionState, impl: AttnImplType, config: Attent
         )
 
 
-def _check(q, k, v, mask, input_layout, output_layout):
+def check_inputs(q, k, v, mask, input_layout, output_layout):
     for name, layout in (("input_layout", input_layout), ("output_layout", output_layout)):
         if layout not in _LAYOUTS:
             raise ValueError(f"{name} is {layout!r}; choose one of {', '.join(_LAYOUTS)}")

@@ -15,7 +15,7 @@ import torch
 from telefuser.core.config import AttentionConfig
 from telefuser.distributed import get_attention_strategy, get_group, get_rank, get_world_size
 from telefuser.distributed.comm import Ring, gather_heads, gather_numbers, scatter_heads
-from telefuser.ops.attention.attention_impl import _check, _one_dtype, attention
+from telefuser.ops.attention.attention_impl import attention, check_inputs, one_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,17 +64,17 @@ def long_context_attention(
         return attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options, **layouts)
     problem = None
     try:
-        _check(q, k, v, attn_mask, input_layout, output_layout)
+        check_inputs(q, k, v, attn_mask, input_layout, output_layout)
         _check_split(q, k, v, attention_config, attn_mask, device_mesh, strategy)
     except (ValueError, RuntimeError, TypeError) as error:
         problem = error
     if problem is not None and token_counts is not None:
         raise problem
     if problem is None:
-        q, k, v = _one_dtype(q, k, v)
+        q, k, v = one_dtype(q, k, v)
         if input_layout == "BNSD":
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    is_causal = is_causal or (attention_config is not None and attention_config.is_causal)
+    is_causal = is_causal or (problem is None and attention_config is not None and attention_config.is_causal)
     q_counts, kv_counts = _settle_counts(q, k, v, is_causal, device_mesh, token_counts, problem)
     if is_causal and strategy != "ulysses" and q_counts != kv_counts:
         raise ValueError(f"causal attention on a ring needs q and k split alike, not {q_counts} and {kv_counts}")
@@ -83,6 +83,8 @@ def long_context_attention(
 
 
 def _check_split(q, k, v, config, attn_mask, device_mesh, strategy):
+    if config is not None and not isinstance(config, AttentionConfig):
+        raise ValueError(f"attention_config is {config!r}; give an AttentionConfig or None")
     if attn_mask is not None:
         raise ValueError(
             "attn_mask cannot be used where the mesh splits the tokens: no process holds the whole score matrix; "
@@ -145,7 +147,8 @@ def _split_attention(q, k, v, device_mesh, q_counts, kv_counts, is_causal, optio
     own_counts = q_counts[row : row + ulysses.size()]
     q, k, v = scatter_heads(q, k, v, ulysses, own_counts, kv_counts[row : row + ulysses.size()])
     if q.shape[2] == 0:
-        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        # Not fresh zeros: the gradient's way back must run on every process, or the others wait for this one.
+        out = q[..., :1].expand(*q.shape[:3], v.shape[3])
     elif ring is None:
         out = attention(q, k, v, is_causal=is_causal, **options)
     else:
@@ -160,14 +163,15 @@ def _ring_attention(q, k, v, ring: Ring, kv_counts: list[int], is_causal: bool, 
     if config is not None and config.is_causal:
         # Blocks before the own one are seen whole; whether this one is masked is said call by call.
         options = {**options, "attention_config": replace(config, is_causal=False)}
-    block, out, lse = _pack(k, v, max(kv_counts)), None, None
+    longest = max(kv_counts)
+    block, out, lse = _pack(k, v, longest), None, None
     for step in range(ring.size):
         source = (ring.rank - step) % ring.size
         is_last = step + 1 == ring.size
         if not is_last:
             ring.start(block)
         if not is_causal or source <= ring.rank:
-            keys, values = _unpack(block, kv_counts[source], k, v)
+            keys, values = _unpack(block, kv_counts[source], longest, k, v)
             mask_own = is_causal and source == ring.rank
             part = attention(q, keys, values, is_causal=mask_own, return_lse=True, **options)
             out, lse = part if out is None else merge_attn_states(out, lse, *part)
@@ -178,17 +182,26 @@ def _ring_attention(q, k, v, ring: Ring, kv_counts: list[int], is_causal: bool, 
 
 def _pack(k: torch.Tensor, v: torch.Tensor, longest: int) -> torch.Tensor:
     """k and v in one flat tensor of the size of the longest block, so that all processes pass equal sizes on."""
-    per_token = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
-    block = k.new_empty(longest * per_token)
-    block[: k.numel()].view(k.shape).copy_(k)
-    block[k.numel() : k.numel() + v.numel()].view(v.shape).copy_(v)
+    block = k.new_empty(_v_start(k, longest) + longest * _per_token(v))
+    keys, values = _unpack(block, k.shape[1], longest, k, v)
+    keys.copy_(k)
+    values.copy_(v)
     return block
 
 
-def _unpack(block: torch.Tensor, count: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    k_shape, v_shape = ((t.shape[0], count, *t.shape[2:]) for t in (k, v))
-    k_size, v_size = torch.Size(k_shape).numel(), torch.Size(v_shape).numel()
-    return block[:k_size].view(k_shape), block[k_size : k_size + v_size].view(v_shape)
+def _unpack(block: torch.Tensor, count: int, longest: int, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """The `count` keys and values in `block`, views shaped like k and v apart from that."""
+    places = ((k, 0), (v, _v_start(k, longest)))
+    return [block[start : start + count * _per_token(t)].view(t.shape[0], count, *t.shape[2:]) for t, start in places]
+
+
+def _per_token(t: torch.Tensor) -> int:
+    return t.shape[0] * t.shape[2] * t.shape[3]
+
+
+def _v_start(k: torch.Tensor, longest: int) -> int:
+    # Kernels read 16 bytes at a time and want them aligned; 64 elements are 128 bytes in half precision.
+    return -(-longest * _per_token(k) // 64) * 64
 
 
 def merge_attn_states(
