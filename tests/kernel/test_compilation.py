@@ -53,7 +53,7 @@ gated = {"gate": "*bf16", "hidden": "*bf16", "out": "*bf16"}
 build(activation._activate_and_mul_kernel, gated, {"BLOCK": 1024, "ACTIVATION": "gelu"})
 turned = {"x": "*bf16", "cos": "*fp64", "sin": "*fp64", "out": "*bf16"}
 for interleaved, half in ((True, {}), (False, {"half": 1})):
-    tile = {"INTERLEAVED": interleaved, "ROWS": 16, "BLOCK": 64, **half}
+    tile = {"INTERLEAVED": interleaved, "SHARED": interleaved, "ROWS": 16, "BLOCK": 64, **half}
     build(rotary._apply_rotary_embedding_kernel, turned, tile)
 to_fp8 = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "largest": "fp32", "smallest": "fp32"}
 build(quantize._per_token_quant_fp8_kernel, to_fp8, {"BLOCK": 2048, "s1": 1})

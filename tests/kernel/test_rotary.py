@@ -73,3 +73,9 @@ def test_refuses_what_it_would_compute_wrongly(device):
         apply_rotary_embedding(torch.randn(1, 2, 3, 4, 8, device=device), cos, sin)
     with pytest.raises(ValueError, match=r"not torch\.float64"):
         apply_rotary_embedding(torch.randn(2, 3, 4, 8, device=device).double(), cos, sin)
+
+
+def test_tiles_fit_the_number_of_heads():
+    assert {heads: rotary._tile_of(heads, 32) for heads in (1, 5, 12, 17, 32, 40)} == {
+        1: 1, 5: 4, 12: 16, 17: 4, 32: 32, 40: 16,
+    }  # fmt: skip

@@ -1,8 +1,9 @@
 """Rotary position embedding. Called by `telefuser.ops.rotary`.
 
 A program rotates a tile of rows of the third dimension (the heads of one token in [B, S, H, D]); cos and sin
-broadcast over it through stride 0. Arithmetic is float32, whatever the dtype of the tables, with one rounding at the
-end.
+broadcast over it. Neighbouring pairs are loaded and stored whole and taken apart in registers: two loads of every
+second element would each fetch the whole row. Arithmetic is float32, whatever the dtype of the tables, with one
+rounding at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TILE = 2048
 def _apply_rotary_embedding_kernel(
     x, cos, sin, out, n1, n2, tiles,
     x0, x1, x2, x3, cos0, cos1, cos2, cos3, sin0, sin1, sin2, sin3,
-    half, INTERLEAVED: constexpr, ROWS: constexpr, BLOCK: constexpr,
+    half, INTERLEAVED: constexpr, SHARED: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     token = program // tiles
@@ -36,16 +37,28 @@ def _apply_rotary_embedding_kernel(
         pairs = start + tl.arange(0, BLOCK)
         mask = (rows < n2)[:, None] & (pairs < half)[None, :]
         j = pairs.to(tl.int64)[None, :]
-        c = tl.load(cos + i2 * cos2 + j * cos3, mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(sin + i2 * sin2 + j * sin3, mask=mask, other=0.0).to(tl.float32)
+        if SHARED:
+            # One row of angles for the whole tile
+            there = (pairs < half)[None, :]
+            c, s = tl.load(cos + j * cos3, mask=there, other=0.0), tl.load(sin + j * sin3, mask=there, other=0.0)
+        else:
+            c = tl.load(cos + i2 * cos2 + j * cos3, mask=mask, other=0.0)
+            s = tl.load(sin + i2 * sin2 + j * sin3, mask=mask, other=0.0)
+        c, s = c.to(tl.float32), s.to(tl.float32)
         if INTERLEAVED:
-            first, second = 2 * j, 2 * j + 1
+            cols = 2 * start + tl.arange(0, 2 * BLOCK)
+            mask = (rows < n2)[:, None] & (cols < 2 * half)[None, :]
+            cols = cols.to(tl.int64)[None, :]
+            v = tl.load(x + i2 * x2 + cols * x3, mask=mask, other=0.0).to(tl.float32)
+            a, b = tl.split(tl.reshape(v, [ROWS, BLOCK, 2]))
+            v = tl.reshape(tl.join(a * c - b * s, a * s + b * c), [ROWS, 2 * BLOCK])
+            tl.store(out + i2 * (2 * half) + cols, v.to(out.dtype.element_ty), mask=mask)
         else:
             first, second = j, j + half
-        a = tl.load(x + i2 * x2 + first * x3, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(x + i2 * x2 + second * x3, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + i2 * (2 * half) + first, (a * c - b * s).to(out.dtype.element_ty), mask=mask)
-        tl.store(out + i2 * (2 * half) + second, (a * s + b * c).to(out.dtype.element_ty), mask=mask)
+            a = tl.load(x + i2 * x2 + first * x3, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(x + i2 * x2 + second * x3, mask=mask, other=0.0).to(tl.float32)
+            tl.store(out + i2 * (2 * half) + first, (a * c - b * s).to(out.dtype.element_ty), mask=mask)
+            tl.store(out + i2 * (2 * half) + second, (a * s + b * c).to(out.dtype.element_ty), mask=mask)
 
 
 def apply_rotary_embedding(
@@ -72,11 +85,20 @@ def apply_rotary_embedding(
     )
     n0, n1, n2, _ = sizes(x)
     block = block_of(half, MAX_BLOCK)
-    rows = block_of(n2, TILE // block)
+    rows = _tile_of(n2, TILE // block)
     tiles = -(-n2 // rows)
+    shared = strides(cos)[2] == strides(sin)[2] == 0
     _apply_rotary_embedding_kernel[(n0 * n1 * tiles,)](
         x, cos, sin, out, n1, n2, tiles,
         *strides(x), *strides(cos), *strides(sin),
-        half, INTERLEAVED=interleaved, ROWS=rows, BLOCK=block, num_warps=warps_of(rows * block),
+        half, INTERLEAVED=interleaved, SHARED=shared, ROWS=rows, BLOCK=block, num_warps=warps_of(rows * block),
     )  # fmt: skip
     return out
+
+
+def _tile_of(rows: int, limit: int) -> int:
+    """A power of two of rows for a tile, such that at most a quarter of all lanes idle: 16 for 12 heads and for 40."""
+    tile = block_of(rows, limit)
+    while tile > 4 and -(-rows // tile) * tile * 3 > rows * 4:
+        tile //= 2
+    return tile
