@@ -84,7 +84,8 @@ def vllm(entry: Entry, product: Product) -> torch.Tensor:
 def _scaled_mm_refuses(device: torch.device) -> str | None:
     reason = platforms.current_platform.fp8_unavailable_reason(device)
     arch = platforms.current_platform.cuda_arch(device)
-    if reason is None and arch is not None and arch[0] != 9 and torch.__version__ < (2, 8):
+    # 2.7.9 stands below every build of 2.8, the alphas that NVIDIA ships included.
+    if reason is None and arch is not None and arch[0] != 9 and torch.__version__ < (2, 7, 9):
         return (
             f"PyTorch {torch.__version__} scales rows on compute capability 9.x only; 2.8 does on {arch[0]}.{arch[1]}"
         )
@@ -203,11 +204,15 @@ def fp8_gemm(
     x [..., K] and weight [N, K] in the same FP8 dtype, x_scale [..., 1] and weight_scale [N, 1] float32, as
     `quantize_rows` gives them; bias [N], any float dtype, or None. Returns [..., N].
     """
+    return _multiply(choose(x.device, weight), x, x_scale, weight, weight_scale, bias, dtype)
+
+
+def _multiply(choice, x, x_scale, weight, weight_scale, bias, dtype):
     if x.numel() == 0:
         return native_linear(x.to(dtype), weight, weight_scale, bias)
     rows, scales = x.reshape(-1, x.shape[-1]).contiguous(), x_scale.reshape(-1, 1).contiguous()
     while True:
-        record, entry = choose(x.device, weight)
+        record, entry = choice
         try:
             out = _run(record, entry, rows, scales, weight, weight_scale, bias, dtype)
             return out.view(*x.shape[:-1], weight.shape[0])
@@ -218,6 +223,7 @@ def fp8_gemm(
             if record.impl is TABLE.fallback:
                 raise
             TABLE.mark_broken(record.impl, error)
+            choice = choose(x.device, weight)
 
 
 def _run(record, entry, x, x_scale, weight, weight_scale, bias, dtype):
@@ -261,10 +267,11 @@ def _eager(x, weight, weight_scale, bias):
         and all(t is None or t.device == x.device for t in (weight, weight_scale, bias))
         and not _needs_grad(x, bias)
     )
-    if not fits or choose(x.device, weight)[0].impl is QuantKernelBackend.NATIVE:
+    choice = choose(x.device, weight) if fits else None
+    if choice is None or choice[0].impl is QuantKernelBackend.NATIVE:
         return native_linear(x, weight, weight_scale, bias)
     quantized, scale = quantize_rows(x, weight.dtype)
-    return fp8_gemm(quantized, scale, weight, weight_scale, bias, x.dtype)
+    return _multiply(choice, quantized, scale, weight, weight_scale, bias, x.dtype)
 
 
 def _traced(x, weight, weight_scale, bias):
