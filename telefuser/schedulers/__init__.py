@@ -2,7 +2,7 @@
 
 from telefuser.schedulers.flow_dpm import FlowDPM
 from telefuser.schedulers.flow_euler import FlowEuler
-from telefuser.schedulers.flow_schedule import NUM_TRAIN_TIMESTEPS, FlowScheduler
+from telefuser.schedulers.flow_schedule import FlowScheduler
 from telefuser.schedulers.flow_unipc import FlowUniPC
 
 SCHEDULERS: dict[str, type[FlowScheduler]] = {"unipc": FlowUniPC, "dpm++": FlowDPM, "euler": FlowEuler}
@@ -15,4 +15,4 @@ def make_scheduler(name: str, num_inference_steps: int, shift: float) -> FlowSch
     return SCHEDULERS[name](num_inference_steps, shift)
 
 
-__all__ = ["NUM_TRAIN_TIMESTEPS", "SCHEDULERS", "FlowDPM", "FlowEuler", "FlowScheduler", "FlowUniPC", "make_scheduler"]
+__all__ = ["SCHEDULERS", "FlowDPM", "FlowEuler", "FlowScheduler", "FlowUniPC", "make_scheduler"]
