@@ -21,7 +21,7 @@ from telefuser.models.wan_video_dit import WanModel
 from telefuser.models.wan_video_text_encoder import WanTextEncoder
 from telefuser.models.wan_video_vae import WanVideoVAE
 from telefuser.pipelines import placement
-from telefuser.pipelines.decode import VideoDecodeError, decode_frames, decode_or_keep
+from telefuser.pipelines.decode import NonFiniteError, VideoDecodeError, decode_frames, decode_or_keep
 from telefuser.pipelines.denoise import denoise
 from telefuser.pipelines.prompt import PromptTokenizer, encode_rows
 from telefuser.pipelines.request import GenerationRequest, parse_size, resolve_dtype, validate_request
@@ -42,10 +42,6 @@ __all__ = [
 # Encoded prompts kept between calls: the negative prompt is the same each time, and a repeated prompt then spares the
 # text encoder's trip to the device. A row of UMT5-XXL is 8 KiB, so a long prompt of 200 tokens takes 1.6 MiB.
 _MAX_TEXTS = 8
-
-
-class NonFiniteError(RuntimeError):
-    """The model produced NaN or infinity."""
 
 
 @dataclass(frozen=True)
@@ -260,9 +256,10 @@ class WanPipeline:
                 negative = self.dit.prepare_context([texts[request.negative_prompts[i]].to(self.device)])
             latents = denoise(self.dit, scheduler, noise[None], context, negative, request.guidance, callback)[0]
         if not torch.isfinite(latents).all():
+            half = " or bfloat16 or float32 instead of float16" if self.loaded_as["dtype"] == "float16" else ""
             raise NonFiniteError(
                 f"the model {self.name} produced NaN or infinity, the video would be black: check the weights "
-                f"(`telefuser check`), or use bfloat16 or float32 instead of {self.loaded_as['dtype']}"
+                f"(`telefuser check`), or use a guidance below {request.guidance:g}{half}"
             )
         return latents
 

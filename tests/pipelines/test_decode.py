@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from telefuser.models.wan_video_vae import WanVideoVAE
 from telefuser.pipelines import decode
-from telefuser.pipelines.decode import VideoDecodeError, decode_frames, decode_or_keep, to_uint8
+from telefuser.pipelines.decode import NonFiniteError, VideoDecodeError, decode_frames, decode_or_keep, to_uint8
 from tests.pipelines.conftest import VAE
 
 
@@ -43,6 +43,17 @@ def test_frames_equal_the_whole_clip_decoded_at_once(vae, latents):
     whole = to_uint8(vae.decode(latents[None], streaming=False)[0])
     assert (frames.int() - whole.int()).abs().max() <= 1
     assert (frames != whole).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_pixels_that_are_no_numbers_are_an_error_not_black(vae, latents, monkeypatch, tmp_path, value):
+    monkeypatch.chdir(tmp_path)
+    latents[0, 1, 0, 0] = value
+    for tiled in (False, True):
+        with pytest.raises(NonFiniteError, match="the VAE produced NaN"):
+            decode_frames(vae, latents, tiled)
+    with pytest.raises(VideoDecodeError, match="latents are kept"):
+        decode_or_keep(vae, latents, {})
 
 
 def test_tiled_frames_equal_the_untiled_ones(vae, latents):
