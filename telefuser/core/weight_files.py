@@ -39,6 +39,8 @@ _MAX_HEADER_BYTES = 100_000_000
 # process's memory until then, so a 28 GB file would otherwise show up a second time beside its copy.
 _REMAP_BYTES = 64 * 2**20
 _SAMPLE_ELEMENTS = 512
+# The tag spelled out: a safetensors header of 15392 bytes begins with " <" as well, its length.
+_WEB_PAGE = re.compile(rb"\s*<(!doctype|!--|html|head|body|\?xml)", re.IGNORECASE)
 _SHARD_NAME = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\.\w+)$")
 
 
@@ -147,7 +149,7 @@ def read_json(file: Path) -> dict:
     """A JSON object from a file, or a CheckpointError that says why it is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error}). Download the file again.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: holds a JSON {type(content).__name__}, an object is needed.")
@@ -176,7 +178,7 @@ def _check_is_weight_file(file: Path) -> None:
         raise CheckpointError(f"{file}: a Git LFS pointer, not the weights. Run `git lfs pull` in that folder.")
     if head.startswith(b"GGUF"):
         raise CheckpointError(f"{file}: GGUF-quantised weights. Use the bf16, fp16 or fp32 safetensors instead.")
-    if head.lstrip()[:1] == b"<":
+    if _WEB_PAGE.match(head):
         raise CheckpointError(f"{file}: a web page, not weights. Download the file itself, logged in where needed.")
 
 
@@ -205,7 +207,7 @@ def _read_safetensors_header(file: Path) -> dict[str, TensorEntry]:
             end = max(end, stop)
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: not a safetensors file ({error}). Download it again.") from error
     if size != 8 + length + end:
         what = "truncated" if size < 8 + length + end else "longer than its header says"
@@ -231,7 +233,7 @@ def _load_pth(file: Path) -> dict[str, torch.Tensor]:
         content = torch.load(str(file), map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{file}: {_refused_pickle(str(error))}") from error
-    except (RuntimeError, EOFError, KeyError, AttributeError, TypeError, IndexError) as error:
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to call for
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{file}: not readable as a PyTorch state dict ({reason}). Download it again.") from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
@@ -241,7 +243,21 @@ def _load_pth(file: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             f"{file}: a flat dict of tensors is needed, this is a {found}. Save the model's state dict by itself."
         )
+    for key, tensor in content.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{file}: key {key!r} is no name. Save the model's state dict by itself.")
+        if odd := _odd_kind(tensor):
+            raise CheckpointError(
+                f"{file}: '{key}' is a {odd} tensor. Save it as an ordinary one in bf16, fp16 or fp32."
+            )
     return content
+
+
+def _odd_kind(tensor: torch.Tensor) -> str | None:
+    """What keeps a tensor from being read like any other, None where nothing does."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return "nested" if tensor.is_nested else f"sparse ({tensor.layout})"
+    return "quantised" if tensor.is_quantized else "meta (it has no data)" if tensor.is_meta else None
 
 
 def _refused_pickle(reason: str) -> str:

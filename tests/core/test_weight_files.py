@@ -80,6 +80,7 @@ def test_file_longer_than_its_header_is_refused(tmp_path):
         (b"this is no weight file at all, just text", "not a"),
         (struct.pack("<Q", 12) + b"{not json at", "not a safetensors"),
         (struct.pack("<Q", 2) + b"[]", "not a safetensors"),
+        (struct.pack("<Q", 100_000) + b"[" * 100_000, "not a safetensors"),
     ],
 )
 def test_other_things_under_a_weight_file_name_are_recognised(tmp_path, content, reason):
@@ -116,6 +117,39 @@ def test_pth_that_is_no_flat_state_dict_is_refused(tmp_path):
     refusal(file, "flat dict", "state_dict", "step")
     torch.save([torch.zeros(2)], file)
     refusal(file, "flat dict", "list")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pth_tensors_of_other_kinds_are_refused_by_name(tmp_path):
+    file = tmp_path / "odd.pth"
+    odd = {
+        "sparse": torch.ones(2).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "meta": torch.ones(2, device="meta"),
+        "quantised": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    }
+    for kind, tensor in odd.items():
+        torch.save({"some.weight": tensor}, file)
+        refusal(file, "some.weight" if kind != "nested" else "", kind if kind != "nested" else "")
+    torch.save({3: torch.ones(2)}, file)
+    refusal(file, "key 3 is no name")
+
+
+def test_damaged_pickle_inside_an_intact_zip_is_one_clear_error(tmp_path):
+    file = tmp_path / "damaged.pth"
+    torch.save({f"weight_{i}": torch.zeros(1) for i in range(100)}, file)
+    content = bytearray(file.read_bytes())
+    for i in range(200, 4000, 97):
+        content[i] ^= 0xFF
+    file.write_bytes(content)
+    refusal(file)
+
+
+def test_header_length_that_reads_like_a_tag_is_no_web_page(tmp_path):
+    file = tmp_path / "model.safetensors"
+    text = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    file.write_bytes(struct.pack("<Q", 0x3C20) + text.ljust(0x3C20) + bytes(4))
+    assert read_header(file)["a"].shape == (1,)
 
 
 def test_zip_that_is_not_from_torch_is_refused(tmp_path):
