@@ -37,10 +37,16 @@ def gather_numbers(numbers: list[int], device_mesh: DeviceMesh) -> list[list[int
         group = get_group(device_mesh, name)
         if group is not None:
             own = torch.tensor(rows, dtype=torch.int64, device=device_mesh.device_type)
-            gathered = [torch.empty_like(own) for _ in range(group.size())]
-            dist.all_gather(gathered, own, group=group)
-            rows = torch.cat(gathered).tolist()
+            rows = torch.cat(gather_results(own, group)).tolist()
     return rows
+
+
+def gather_results(x: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The tensors of all processes of `group`, of one shape and dtype, in the order of their ranks."""
+    x = x.contiguous()
+    gathered = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(gathered, x, group=group)
+    return gathered
 
 
 def gather_tokens(x: torch.Tensor, dim: int, counts: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -48,12 +54,10 @@ def gather_tokens(x: torch.Tensor, dim: int, counts: list[int], group: dist.Proc
 
     Backends gather equal sizes only, so shorter parts (by a token) travel with a tail that nobody reads.
     """
-    x = x.movedim(dim, 0).contiguous()
-    longest = max(counts)
-    own = x if len(x) == longest else torch.cat((x, x.new_zeros(longest - len(x), *x.shape[1:])))
-    gathered = [torch.empty_like(own) for _ in counts]
-    dist.all_gather(gathered, own, group=group)
-    return torch.cat([part[:count] for part, count in zip(gathered, counts)]).movedim(0, dim)
+    x = x.movedim(dim, 0)
+    missing = max(counts) - len(x)
+    own = torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
+    return torch.cat([part[:count] for part, count in zip(gather_results(own, group), counts)]).movedim(0, dim)
 
 
 def _send_and_receive(

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from telefuser.distributed import get_group
+from telefuser.distributed.comm import gather_results
 from telefuser.schedulers import FlowScheduler
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @torch.no_grad()
@@ -19,6 +25,8 @@ def denoise(
     negative_context: Any,
     guidance: float,
     callback: Callable[[int, int, torch.Tensor], None] | None = None,
+    *,
+    device_mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
     """Run every step of `scheduler`.
 
@@ -31,6 +39,8 @@ def denoise(
         guidance: g in uncond + g * (cond - uncond) (Ho and Salimans 2022, arXiv:2207.12598); at 1 the model runs once a
             step, else twice.
         callback: called as `callback(step, total, latents)` after each step, step counting from 1.
+        device_mesh: with a dimension `cfg` its two processes run one of the two passes each. All processes call this
+            with the same arguments and get the same latents.
 
     Returns:
         float32 latents [B, C, F, H, W] on the device of `noise`.
@@ -38,13 +48,27 @@ def denoise(
     latents = noise.to(torch.float32)
     timesteps = scheduler.timesteps.to(latents.device)
     total = scheduler.num_inference_steps
+    contexts = [context] if guidance == 1 else [context, negative_context]
+    group = get_group(device_mesh, "cfg")
     for i in range(total):
         timestep = timesteps[i].expand(latents.shape[0])
-        velocity = model(latents, timestep, context)
-        if guidance != 1:
-            unconditional = model(latents, timestep, negative_context)
-            velocity = unconditional + guidance * (velocity - unconditional)
+        velocity, *unconditional = _passes(model, latents, timestep, contexts, group)
+        if unconditional:
+            velocity = unconditional[0] + guidance * (velocity - unconditional[0])
         latents = scheduler.step(velocity, i, latents)
         if callback is not None:
             callback(i + 1, total, latents)
     return latents
+
+
+def _passes(
+    model: Callable[..., torch.Tensor],
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    contexts: list,
+    group: ProcessGroup | None,
+) -> list[torch.Tensor]:
+    """The model's velocity for each context; the processes of `group` compute one each where there are two."""
+    if group is None or len(contexts) == 1:
+        return [model(latents, timestep, context) for context in contexts]
+    return gather_results(model(latents, timestep, contexts[group.rank()]), group)

@@ -14,6 +14,8 @@ from telefuser import distributed
 from telefuser.core.config import AttentionConfig, AttnImplType, ParallelConfig
 from telefuser.models.wan_video_dit import WanModel
 from telefuser.ops.attention import MaskMap, SparseAttentionState, attention, long_context_attention
+from telefuser.pipelines.denoise import denoise
+from telefuser.schedulers import make_scheduler
 from tests.tolerances import rel_error
 
 TINY_DIT = {
@@ -235,6 +237,27 @@ def dit_errors(degrees, size, per_token, dtype=torch.float32, **changes):
     return rel_error(got, want), all(torch.equal(other, got) for other in everyone)
 
 
+@torch.inference_mode()
+def sampling_error(guidance, **degrees):
+    """Error of a sampling loop whose guidance passes and tokens are split, bit-equality over ranks, and model calls."""
+    model, calls = make_dit(), []
+    g = torch.Generator().manual_seed(2)
+    noise = torch.randn(1, 4, 3, 2, 6, generator=g)
+    contexts = [model.prepare_context(torch.randn(1, length, 16, generator=g)) for length in (7, 2)]
+
+    def counted(*args):
+        calls.append(args)
+        return model(*args)
+
+    want = denoise(model, make_scheduler("unipc", 3, 3.0), noise, *contexts, guidance)
+    mesh = mesh_of(**degrees)
+    model.enable_usp(mesh)
+    got = denoise(counted, make_scheduler("unipc", 3, 3.0), noise, *contexts, guidance, device_mesh=mesh)
+    everyone = [torch.empty_like(got) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, got)
+    return rel_error(got, want), all(torch.equal(other, got) for other in everyone), len(calls)
+
+
 def dit_training_is_refused():
     model = make_dit()
     model.enable_usp(mesh_of(sp_ulysses_degree=dist.get_world_size()))
@@ -297,6 +320,10 @@ FOUR = {
         for strategy in ("ulysses", "ring", "usp")
         for name, case in DIT.items()
     },
+    "sampling: cfg": partial(sampling_error, 5.0, cfg_degree=2),
+    "sampling: cfg ulysses": partial(sampling_error, 5.0, cfg_degree=2, **ULYSSES_2),
+    "sampling: cfg ring": partial(sampling_error, 5.0, cfg_degree=2, **RING_2),
+    "sampling: cfg ring, no guidance": partial(sampling_error, 1.0, cfg_degree=2, **RING_2),
     "sparse": partial(sparse_error, ULYSSES_4),
     "gradient: 5 heads": partial(ulysses_gradient_error, 5),
     "gradient: 2 heads": partial(ulysses_gradient_error, 2),

@@ -98,6 +98,14 @@ def test_transformer_on_two_processes(two):
         assert is_same_everywhere
 
 
+@pytest.mark.parametrize("name", [name for name in checks.FOUR if name.startswith("sampling")])
+def test_guidance_passes_run_side_by_side(four, name):
+    for error, is_same_everywhere, num_calls in four(name):
+        assert error <= 1e-5
+        assert is_same_everywhere
+        assert num_calls == 3  # one a step, with and without guidance
+
+
 def test_training_a_split_transformer_is_refused(four):
     assert all("inference_mode" in message for message in four("training"))
 
