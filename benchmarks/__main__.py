@@ -1,10 +1,10 @@
-"""`python -m benchmarks ops | report`, each with its own options (`--help`)."""
+"""`python -m benchmarks ops | block | report`, each with its own options (`--help`)."""
 
 import sys
 
-from benchmarks import ops, report
+from benchmarks import block, ops, report
 
-COMMANDS = {"ops": ops.main, "report": report.main}
+COMMANDS = {"ops": ops.main, "block": block.main, "report": report.main}
 
 
 def main() -> None:
