@@ -15,6 +15,7 @@ from telefuser.core.config import AttentionConfig, AttnImplType, ParallelConfig
 from telefuser.models.wan_video_dit import WanModel
 from telefuser.ops.attention import MaskMap, SparseAttentionState, attention, long_context_attention
 from telefuser.pipelines.denoise import denoise
+from telefuser.pipelines.wan_video import WanPipeline
 from telefuser.schedulers import make_scheduler
 from tests.tolerances import rel_error
 
@@ -258,6 +259,18 @@ def sampling_error(guidance, **degrees):
     return rel_error(got, want), all(torch.equal(other, got) for other in everyone), len(calls)
 
 
+def embedded_model_video(**degrees):
+    """Largest difference between the pixels of the embedded model's video on one process and on all of them."""
+    pipeline = WanPipeline.from_pretrained("tiny", device="cpu")
+    # 2 x 5 x 3 latent tokens: no degree divides them.
+    request = {"height": 80, "width": 48, "num_frames": 5, "steps": 2, "seed": 0}
+    want = pipeline("a red circle moves to the right", **request).frames
+    pipeline.dit.enable_usp(mesh_of(**degrees))
+    got = pipeline("a red circle moves to the right", **request).frames
+    assert want.float().std() > 1
+    return (got.int() - want.int()).abs().max().item()
+
+
 def dit_training_is_refused():
     model = make_dit()
     model.enable_usp(mesh_of(sp_ulysses_degree=dist.get_world_size()))
@@ -324,6 +337,7 @@ FOUR = {
     "sampling: cfg ulysses": partial(sampling_error, 5.0, cfg_degree=2, **ULYSSES_2),
     "sampling: cfg ring": partial(sampling_error, 5.0, cfg_degree=2, **RING_2),
     "sampling: cfg ring, no guidance": partial(sampling_error, 1.0, cfg_degree=2, **RING_2),
+    "embedded model": partial(embedded_model_video, **USP),
     "sparse": partial(sparse_error, ULYSSES_4),
     "gradient: 5 heads": partial(ulysses_gradient_error, 5),
     "gradient: 2 heads": partial(ulysses_gradient_error, 2),

@@ -106,6 +106,11 @@ def test_guidance_passes_run_side_by_side(four, name):
         assert num_calls == 3  # one a step, with and without guidance
 
 
+def test_the_embedded_models_video_is_that_of_one_process(four):
+    # Rounding of 1e-7 may tip a pixel over.
+    assert max(four("embedded model")) <= 1
+
+
 def test_training_a_split_transformer_is_refused(four):
     assert all("inference_mode" in message for message in four("training"))
 
