@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from telefuser.core import wan_folder, wan_keys, wan_layout
+from telefuser.core import wan_config, wan_folder, wan_keys, wan_layout
 from telefuser.core.model_loading import KeyTranslation, load_model, match_keys
 from telefuser.core.weight_files import FLOATING, CheckpointError, WeightSet, brief, read_json
 
@@ -94,6 +94,8 @@ def judge(folder: Path, layout: str, name: str) -> Component:
     """The component `name` of a checkpoint folder. Raises CheckpointError for the first thing that is wrong with it."""
     config_file = wan_folder.find_config(folder, layout, name)
     given = _given_config(config_file, layout, name)
+    if config_file:
+        wan_config.check_values(config_file, given)
     weights = WeightSet(wan_folder.find_weights(folder, layout, name))
     spelling = _key_map(weights, layout, name, given)
     key_map = spelling.to_official if spelling else None
@@ -182,8 +184,14 @@ def _sizes(config_file: Path, weights: WeightSet, name: str, given: dict, shapes
     config = inferred | given
     if name == "dit" and "num_heads" not in given and config["dim"] % 128:
         raise CheckpointError(f"{config_file}: 'num_heads' is needed; shapes do not tell it for dim {config['dim']}.")
-    if name == "dit" and (config["num_heads"] < 1 or config["dim"] % config["num_heads"]):
+    if name == "dit" and config["dim"] % config["num_heads"]:
         raise CheckpointError(f"{config_file}: num_heads {config['num_heads']} does not divide dim {config['dim']}.")
+    if name == "dit" and config["dim"] // config["num_heads"] % 2:
+        width = config["dim"] // config["num_heads"]
+        raise CheckpointError(
+            f"{config_file}: num_heads {config['num_heads']} makes heads {width} wide for dim {config['dim']}; "
+            "an even width is needed."
+        )
     if name == "vae":
         _check_vae(config_file, config)
     return config
