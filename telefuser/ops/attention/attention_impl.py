@@ -9,7 +9,7 @@ from telefuser.core.config import AttentionConfig, AttnImplType
 from telefuser.ops.attention import torch_sdpa as sdpa
 from telefuser.ops.attention.backends import run_chosen
 from telefuser.ops.attention.dense_backend import Call
-from telefuser.ops.attention.sparse_attention import SparseAttentionState, attend, state_at
+from telefuser.ops.attention.sparse_attention import SparseAttentionState, attend
 from telefuser.ops.base import CustomOpFunction
 
 _AUTO = AttentionConfig()
@@ -162,7 +162,7 @@ def _attend_sparse(q, k, v, position, scale, return_lse, input_layout, output_la
     if call.q.numel() == 0 or call.v.numel() == 0:
         out, lse = _without_keys(call)
     else:
-        out, lse = attend(call, state_at(position))
+        out, lse = attend(call, position)
     return out.transpose(1, 2) if output_layout == "BSND" else out, lse
 
 

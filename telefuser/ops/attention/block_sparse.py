@@ -1,121 +1,74 @@
-"""Attention over the kept blocks of a block mask: the mask with its plan, the executors, and the choice among them.
+"""Attention over the kept blocks of a block mask: the executors, and the choice among them.
 
 `sparse_attention` makes the masks and calls `block_sparse_attention`. A new executor is a member of `SparseExecutor`
 and one decorated function here. Shape letters: B batch, N heads, S tokens, D head dim, Nb = ceil(S / block size).
 """
 
-import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from telefuser import platforms
 from telefuser.ops.attention import torch_sdpa as sdpa
+from telefuser.ops.attention.block_mask import BlockMask, Run
 from telefuser.ops.attention.dense_backend import Call
-from telefuser.ops.attention.radial_attention_core import check_block_size
-from telefuser.ops.backend_table import Backend, BackendTable, Entry
+from telefuser.ops.attention.radial_attention_core import BLOCK_SIZES
+from telefuser.ops.backend_table import Backend, BackendTable, Entry, Source
+
+_BLOCK_SPARSE_NEEDS = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "head_mask_type",
+    "streaming_info",
+    "base_blockmask",
+    "max_seqlen_q_",
+    "max_seqlen_k_",
+    "p_dropout",
+    "softmax_scale",
+    "is_causal",
+)
 
 
 class SparseExecutor(Enum):
-    """What computes attention over kept blocks."""
+    """What computes attention over kept blocks. SPARGE_ATTN quantises and is taken on request only."""
 
+    BLOCK_SPARSE_ATTN = auto()
     TORCH_BLOCKED = auto()
-
-
-@dataclass(frozen=True, eq=False)
-class BlockMask:
-    """Which blocks of queries see which blocks of keys, in one sequence of `tokens`.
-
-    keep: bool [Nb, Nb], or [N, Nb, Nb] or [B, N, Nb, Nb] where heads (or batch entries) differ; sizes of 1 broadcast.
-    block_size: 64 or 128; the last block holds what is left of the tokens. A query without a key gives zeros.
-    Raises ValueError for another block size or a grid that is not Nb x Nb.
-    """
-
-    keep: torch.Tensor
-    block_size: int
-    tokens: int
-
-    def __post_init__(self):
-        check_block_size(self.block_size)
-        blocks = -(-self.tokens // self.block_size)
-        if self.keep.dtype is not torch.bool or self.keep.dim() not in (2, 3, 4):
-            raise ValueError(
-                f"a block mask is bool [Nb, Nb], [N, Nb, Nb] or [B, N, Nb, Nb], "
-                f"not {self.keep.dtype} {tuple(self.keep.shape)}"
-            )
-        if tuple(self.keep.shape[-2:]) != (blocks, blocks):
-            raise ValueError(
-                f"the block mask {tuple(self.keep.shape)} does not fit {self.tokens} tokens in blocks of "
-                f"{self.block_size}; its last two sizes must be {blocks}"
-            )
-
-    @functools.cached_property
-    def by_head(self) -> torch.Tensor:
-        """`keep` with four dims."""
-        return self.keep[(None,) * (4 - self.keep.dim())]
-
-    @functools.cached_property
-    def density(self) -> float:
-        """The share of token pairs that is computed, in 0..1; waits for the device once."""
-        size = torch.full((self.keep.shape[-1],), float(self.block_size), dtype=torch.float64)
-        size[-1] = self.tokens - (len(size) - 1) * self.block_size
-        pairs = self.keep.cpu().double() * size[:, None] * size
-        return float(pairs.sum() / (self.keep[..., 0, 0].numel() * self.tokens**2))
-
-    @functools.cached_property
-    def plan(self) -> list[list[list["Run"]]]:
-        """`plan[b][n]`: the runs of query blocks that share their key blocks; made once, waits for the device once."""
-        return [[_runs(keep, self.keep.device) for keep in heads] for heads in self.by_head.cpu()]
-
-
-class Run(NamedTuple):
-    """Query blocks `first` up to before `last`, their key blocks, and whether the sequence's last block is one of them.
-
-    keys: a slice where they follow one another, which costs no copy, else indices on the mask's device.
-    """
-
-    first: int
-    last: int
-    keys: slice | torch.Tensor
-    has_last: bool
-
-
-def _runs(keep: torch.Tensor, device: torch.device) -> list[Run]:
-    changes = (keep[1:] != keep[:-1]).any(dim=-1).nonzero().flatten() + 1
-    bounds = list(itertools.pairwise([0, *changes.tolist(), len(keep)]))
-    keys = [keep[first].nonzero().flatten() for first, _ in bounds]
-    # One transfer for all of them.
-    on_device = torch.cat(keys).to(device).split([len(k) for k in keys])
-    runs = []
-    for (first, last), blocks, indices in zip(bounds, keys, on_device):
-        low, high = (int(blocks[0]), int(blocks[-1]) + 1) if len(blocks) else (0, 0)
-        runs.append(Run(first, last, slice(low, high) if high - low == len(blocks) else indices, high == len(keep)))
-    return runs
+    SPARGE_ATTN = auto()
 
 
 @dataclass(frozen=True)
 class SparseBackend(Backend):
-    """What an executor takes.
+    """What an executor takes. The defaults are those of a half-precision kernel from a package.
 
-    dtypes: None takes every one. has_grad: whether autograd can go through it. has_lse: whether it returns the
-    log-sum-exp. is_exact: False for kernels that quantise.
+    dtypes: None takes every one. head_dims: None takes every one; others are padded with zeros up to the next of these.
+    block_sizes: of the masks. has_gqa: fewer key heads than query heads. has_uneven: values of another head dim.
+    has_grad: autograd can go through it. has_lse: it returns the log-sum-exp. is_exact: False where it quantises.
+    min_tokens: the least number of tokens.
     """
 
-    dtypes: tuple[torch.dtype, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = (torch.float16, torch.bfloat16)
+    head_dims: tuple[int, ...] | None = (64, 128)
+    block_sizes: tuple[int, ...] = BLOCK_SIZES
+    has_gqa: bool = False
+    has_uneven: bool = False
     has_grad: bool = False
     has_lse: bool = False
     is_exact: bool = True
+    min_tokens: int = 1
 
 
 TABLE = BackendTable("sparse attention", SparseExecutor.TORCH_BLOCKED, "it is not part of this version")
 
 
 def executor(impl: SparseExecutor, **declared) -> Callable:
-    """Decorate an adapter `(entry, call, mask) -> (out, lse or None)` with its record, `SparseBackend(...)`."""
+    """Decorate an adapter `(entry, call, mask) -> (out, lse or None)` with its record, `SparseBackend(...)`.
+
+    The exact ones are tried in the order in which they are declared.
+    """
 
     def register(run: Callable) -> Callable:
         TABLE.register(SparseBackend(impl=impl, run=run, **declared))
@@ -124,9 +77,12 @@ def executor(impl: SparseExecutor, **declared) -> Callable:
     return register
 
 
-def block_sparse_attention(call: Call, mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor | None]:
+def block_sparse_attention(
+    call: Call, mask: BlockMask, quantised: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of `call` (self-attention, without a mask of its own) over the blocks that `mask` keeps.
 
+    quantised: take the kernel that quantises; where it cannot run, an exact one with one warning.
     Returns out [B, N, S, Dv] and, if the call asks for it, the log-sum-exp [B, N, S] in float32, -inf without a key.
     Raises ValueError where the mask is for other sizes or lies on another device.
     """
@@ -140,9 +96,9 @@ def block_sparse_attention(call: Call, mask: BlockMask) -> tuple[torch.Tensor, t
     if mask.keep.device != call.q.device:
         raise ValueError(f"the block mask is on {mask.keep.device} and q on {call.q.device}; make it on q's device")
     while True:
-        record, entry = _choose(call)
+        record, entry = _choose(call, mask, quantised)
         try:
-            return record.run(entry, call, mask)
+            return _run(record, entry, call, mask)
         except torch.OutOfMemoryError:
             raise
         # Nobody asked for this package by name: what it fails with is logged, and the next one tried.
@@ -152,28 +108,102 @@ def block_sparse_attention(call: Call, mask: BlockMask) -> tuple[torch.Tensor, t
             TABLE.mark_broken(record.impl, error)
 
 
-def _choose(call: Call) -> tuple[SparseBackend, Entry]:
+def _choose(call: Call, mask: BlockMask, quantised: bool) -> tuple[SparseBackend, Entry]:
+    if quantised:
+        record = TABLE.record(SparseExecutor.SPARGE_ATTN)
+        entry = TABLE.probe(record.impl, call.q.device)
+        reason = entry if isinstance(entry, str) else _refusal(record, call, mask)
+        if reason is None:
+            return record, entry
+        TABLE.warn_once(
+            (record.impl,), f"sparse attention: {record.impl.name} cannot be used: {reason}. Exact instead."
+        )
     for record in TABLE:
         entry = TABLE.probe(record.impl, call.q.device)
-        if isinstance(entry, Entry) and _takes(record, call):
+        if record.is_exact and isinstance(entry, Entry) and _refusal(record, call, mask) is None:
             return record, entry
     return TABLE.record(TABLE.fallback), Entry()
 
 
-def _takes(record: SparseBackend, call: Call) -> bool:
-    return (
-        (record.dtypes is None or call.q.dtype in record.dtypes)
-        and (record.has_lse or not call.return_lse)
-        and (record.has_grad or not sdpa.needs_grad(call.q, call.k, call.v))
-    )
+def _refusal(record: SparseBackend, call: Call, mask: BlockMask) -> str | None:
+    q, k, v = call.q, call.k, call.v
+    if record.dtypes is not None and q.dtype not in record.dtypes:
+        return f"it takes float16 or bfloat16, not {str(q.dtype).removeprefix('torch.')}"
+    if record.head_dims is not None and q.shape[3] > record.head_dims[-1]:
+        return f"head dim {q.shape[3]} is above its limit of {record.head_dims[-1]}"
+    if mask.block_size not in record.block_sizes:
+        return f"it has no blocks of {mask.block_size}"
+    if q.shape[1] != k.shape[1] and not record.has_gqa:
+        return f"it takes as many key heads as query heads, not {k.shape[1]} and {q.shape[1]}"
+    if v.shape[3] != q.shape[3] and not record.has_uneven:
+        return f"it takes one head dim for q, k and v, not {q.shape[3]} and {v.shape[3]}"
+    if call.return_lse and not record.has_lse:
+        return "it does not return the log-sum-exp"
+    if not record.has_grad and sdpa.needs_grad(q, k, v):
+        return "it has no backward pass"
+    if mask.tokens < record.min_tokens:
+        return f"{mask.tokens} tokens are below its least of {record.min_tokens}"
+    return None
+
+
+def _run(record: SparseBackend, entry: Entry, call: Call, mask: BlockMask):
+    if not record.sources:
+        return record.run(entry, call, mask)
+    head_dim = call.q.shape[3]
+    wide = next(size for size in record.head_dims if size >= head_dim)
+    q, k, v = (sdpa.pad_head_dim(t, wide) for t in (call.q, call.k, call.v))
+    # Some packages make the tensors' GPU the current one and leave it so; others launch on the current one.
+    with platforms.current_platform.device_ctx(q.device):
+        out, lse = record.run(entry, call._replace(q=q, k=k, v=v), mask)
+    return out[..., :head_dim], lse
 
 
 def describe_executor(device: torch.device | None = None) -> str:
-    """The executor that computes sparse attention on `device` (default: the current one), for logs."""
-    return next(record.impl.name for record in TABLE if TABLE.reason(record.impl, device) is None)
+    """The exact executor that comes first on `device` (default: the current one), for logs."""
+    exact = (record.impl for record in TABLE if record.is_exact)
+    return next(impl.name for impl in exact if TABLE.reason(impl, device) is None)
 
 
-@executor(SparseExecutor.TORCH_BLOCKED, has_grad=True, has_lse=True)
+@executor(
+    SparseExecutor.BLOCK_SPARSE_ATTN,
+    sources=tuple(
+        Source(module, "block_sparse_attn_func", _BLOCK_SPARSE_NEEDS, hint)
+        for module, hint in (("block_sparse_attn", "built from mit-han-lab/Block-Sparse-Attention"), ("tf_kernel", ""))
+    ),
+    generations=(8, 9),
+    block_sizes=(128,),
+)
+def block_sparse_attn(entry: Entry, call: Call, mask: BlockMask):
+    batch, heads, tokens, _ = call.q.shape
+    device, blocks = call.q.device, mask.keep.shape[-1]
+    packed = (t.transpose(1, 2).flatten(0, 1) for t in (call.q, call.k, call.v))  # [B * S, N, D]
+    bounds = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
+    out = entry.call(
+        *packed,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        # 1: the head goes by the block mask.
+        head_mask_type=torch.ones(heads, dtype=torch.int32, device=device),
+        streaming_info=None,
+        base_blockmask=mask.by_head.expand(batch, heads, blocks, blocks),
+        max_seqlen_q_=tokens,
+        max_seqlen_k_=tokens,
+        p_dropout=0.0,
+        softmax_scale=call.scale,
+        is_causal=False,
+    )
+    return out.unflatten(0, (batch, tokens)).transpose(1, 2), None
+
+
+@executor(
+    SparseExecutor.TORCH_BLOCKED,
+    dtypes=None,
+    head_dims=None,
+    has_gqa=True,
+    has_uneven=True,
+    has_grad=True,
+    has_lse=True,
+)
 def torch_blocked(entry: Entry, call: Call, mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Exact on any device: each run of query blocks attends to its gathered key blocks through PyTorch's own attention.
 
@@ -231,3 +261,33 @@ def _gather(blocks: torch.Tensor, run: Run, padding: int) -> torch.Tensor:
     part = blocks[:, :, run.keys] if isinstance(run.keys, slice) else blocks.index_select(2, run.keys)
     part = part.flatten(2, 3)
     return part[:, :, : part.shape[2] - padding] if run.has_last else part
+
+
+@executor(
+    SparseExecutor.SPARGE_ATTN,
+    sources=(
+        Source(
+            "spas_sage_attn",
+            "block_sparse_sage2_attn_cuda",
+            ("mask_id", "scale", "tensor_layout", "output_dtype"),
+            "built from thu-ml/SpargeAttn",
+        ),
+    ),
+    generations=((8, 0), (8, 6), (8, 7), (8, 9), 9),
+    is_exact=False,
+    min_tokens=128,
+)
+def sparge_attn(entry: Entry, call: Call, mask: BlockMask):
+    # Its tiles are 128 queries by 64 keys, on Hopper 64 by 128.
+    is_hopper = platforms.current_platform.cuda_arch(call.q.device)[0] == 9
+    tiles = mask.tiles(64, 128) if is_hopper else mask.tiles(128, 64)
+    out = entry.call(
+        call.q,
+        call.k,
+        call.v,
+        mask_id=tiles.expand(*call.q.shape[:2], -1, -1).to(torch.int8).contiguous(),
+        scale=call.scale,
+        tensor_layout="HND",
+        output_dtype=call.q.dtype,
+    )
+    return out, None

@@ -14,7 +14,8 @@ from telefuser.core.config import AttentionConfig, AttnImplType, SparseAttention
 from telefuser.ops.attention import local_sparse_attn, radial_attention_core
 from telefuser.ops.attention import torch_sdpa as sdpa
 from telefuser.ops.attention.backends import run_chosen
-from telefuser.ops.attention.block_sparse import TABLE, BlockMask, block_sparse_attention
+from telefuser.ops.attention.block_mask import BlockMask
+from telefuser.ops.attention.block_sparse import TABLE, block_sparse_attention
 from telefuser.ops.attention.dense_backend import Call
 from telefuser.ops.attention.local_sparse_attn import check_grid, local_block_mask
 from telefuser.ops.attention.radial_attention_core import MODEL_TYPES, check_tokens, radial_block_mask
@@ -216,11 +217,6 @@ def _restored(config, mask_map, model_type, numeral_timestep, layer_idx) -> Spar
     return state
 
 
-def state_at(position: torch.Tensor) -> SparseAttentionState:
-    """The state that `position` belongs to."""
-    return _STATES[int(position[0])]
-
-
 def _warn_if_never_sparse(config: SparseAttentionConfig, num_steps: int | None, num_layers: int | None) -> None:
     for field, total, what in (("dense_timesteps", num_steps, "steps"), ("dense_layers", num_layers, "layers")):
         dense = getattr(config, field)
@@ -232,17 +228,19 @@ def _warn_if_never_sparse(config: SparseAttentionConfig, num_steps: int | None, 
             )
 
 
-def attend(call: Call, state: SparseAttentionState) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`call` by the state's pattern, or by the fastest dense backend where the step or layer is dense."""
-    tokens = call.q.shape[2]
+def attend(call: Call, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`call` by the pattern of the state that `position` is of, or dense by AUTO where the step or layer is dense.
+
+    Inside a compiled graph `position` is what the state says at this place of the program; the state's own tensor is
+    written when the graph ends.
+    """
+    number, numeral_timestep, layer_idx = position.tolist()
+    state, tokens = _STATES[number], call.q.shape[2]
     check_tokens(state.mask_map.video_token_num, state.mask_map.num_frame, tokens)
-    if state.should_use_dense():
+    if state.config.should_use_dense(numeral_timestep, layer_idx):
         return run_chosen(AttnImplType.AUTO, call, strict=False)
-    if state.config.use_sage_attention:
-        TABLE.warn_once(
-            ("sage",), "sparse attention: use_sage_attention needs a quantised sparse kernel, and none is here; exact"
-        )
-    return block_sparse_attention(call, state.block_mask(tokens, call.q.device))
+    mask = state.block_mask(tokens, call.q.device)
+    return block_sparse_attention(call, mask, quantised=state.config.use_sage_attention)
 
 
 def sparse_attention(
@@ -265,6 +263,6 @@ def sparse_attention(
     state.update(numeral_timestep, layer_idx)
     q, k, v = (sdpa.prepare_tensor(t.transpose(1, 2)) for t in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = attend(Call(q, k, v, None, scale, return_lse=return_lse), state)
+    out, lse = attend(Call(q, k, v, None, scale, return_lse=return_lse), state.position)
     out = out.transpose(1, 2)
     return (out, lse) if return_lse else out

@@ -1,10 +1,14 @@
 """Attention over kept blocks against float64 attention under the same mask, written out token by token."""
 
+import sys
+
 import pytest
 import torch
 
+from telefuser import platforms
 from telefuser.ops.attention import block_sparse
-from telefuser.ops.attention.block_sparse import BlockMask, block_sparse_attention
+from telefuser.ops.attention.block_mask import BlockMask
+from telefuser.ops.attention.block_sparse import block_sparse_attention, describe_executor
 from telefuser.ops.attention.dense_backend import Call
 from tests.ops.attention.reference import qkv, reference
 from tests.tolerances import assert_close
@@ -160,6 +164,19 @@ def test_rows_with_the_same_keys_share_one_call():
     ]
 
 
+@pytest.mark.parametrize("tokens", [1000, 960, 1100, 50])
+@pytest.mark.parametrize("block", [64, 128])
+def test_tiles_cover_what_the_blocks_keep(block, tokens):
+    """Tiles of 128 x 64 and 64 x 128: finer ones by repeating, coarser ones where either of the two blocks is kept."""
+    blocks = -(-tokens // block)
+    mask = BlockMask(random_keep(2, blocks, blocks), block, tokens)
+    padded = torch.zeros(1, 2, 2048, 2048, dtype=torch.bool)
+    padded[:, :, :tokens, :tokens] = by_token(mask)
+    for rows, columns in ((128, 64), (64, 128), (64, 64), (128, 128)):
+        tiles = padded.view(1, 2, 2048 // rows, rows, 2048 // columns, columns).any(5).any(3)
+        assert torch.equal(mask.tiles(rows, columns), tiles[:, :, : -(-tokens // rows), : -(-tokens // columns)])
+
+
 def test_density_counts_tokens():
     assert BlockMask(torch.ones(3, 3, dtype=torch.bool), 64, 150).density == pytest.approx(1.0)
     mask = BlockMask(torch.eye(2, dtype=torch.bool), 64, 96)
@@ -187,3 +204,137 @@ def test_density_counts_tokens():
 def test_masks_that_do_not_fit_are_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+# The packages, with stand-ins that have their signatures and compute by float64.
+
+BLOCK_SPARSE = """
+def block_sparse_attn_func(q, k, v, cu_seqlens_q, cu_seqlens_k, head_mask_type, streaming_info, base_blockmask,
+                           max_seqlen_q_, max_seqlen_k_, p_dropout, deterministic=False, softmax_scale=None,
+                           is_causal=False, exact_streaming=False, return_attn_probs=False):
+    calls.append(dict(q=q, mask=base_blockmask))
+    assert q.dim() == 3 and q.shape[-1] in (64, 128) and p_dropout == 0.0 and streaming_info is None and not is_causal
+    assert head_mask_type.dtype is torch.int32 and head_mask_type.tolist() == [1] * q.shape[1]
+    assert cu_seqlens_q.dtype is torch.int32 and max_seqlen_q_ == max_seqlen_k_
+    assert base_blockmask.shape[1] == q.shape[1]
+    outs = []
+    for b, (start, stop) in enumerate(zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist())):
+        assert stop - start == max_seqlen_q_
+        keep = base_blockmask[b].repeat_interleave(128, -1).repeat_interleave(128, -2)
+        keep = keep[:, : stop - start, : stop - start]
+        qs, ks, vs = (t[start:stop].double().transpose(0, 1) for t in (q, k, v))
+        scores = (qs @ ks.transpose(-1, -2) * softmax_scale).masked_fill(~keep, float("-inf"))
+        outs.append((scores.softmax(-1) @ vs).transpose(0, 1))
+    return torch.cat(outs).to(q.dtype)
+"""
+SPARGE_SPARSE = """
+TILES = (128, 64)
+
+def block_sparse_sage2_attn_cuda(q, k, v, mask_id=None, dropout_p=0.0, scale=None, smooth_k=True, pvthreshd=50,
+                                 attention_sink=False, tensor_layout="HND", output_dtype=torch.float16,
+                                 return_sparsity=False):
+    calls.append(dict(q=q, mask=mask_id))
+    assert tensor_layout == "HND" and q.size(-2) >= 128 and q.size(-1) in (64, 128) and mask_id.dtype is torch.int8
+    keep = mask_id.bool().repeat_interleave(TILES[0], -2).repeat_interleave(TILES[1], -1)
+    keep = keep[..., : q.shape[2], : k.shape[2]]
+    scores = (q.double() @ k.double().transpose(-1, -2) * scale).masked_fill(~keep, float("-inf"))
+    return (scores.softmax(-1) @ v.double()).to(output_dtype)
+"""
+
+
+def half_qkv(**shape):
+    return qkv(**{"queries": 333, "head_dim": 48, "dtype": torch.bfloat16, **shape})
+
+
+@pytest.mark.parametrize("module", ["block_sparse_attn", "tf_kernel"])
+@pytest.mark.parametrize("leading", [(), (2, 4)])
+def test_block_sparse_attn_gets_packed_tokens_and_a_mask_a_head(sim_gpu, stub, module, leading):
+    """S235: two entries, a length that 128 does not divide, a head dim between two of its own."""
+    stub(module, BLOCK_SPARSE)
+    sim_gpu((8, 0))
+    assert describe_executor() == "BLOCK_SPARSE_ATTN"
+    mask = BlockMask(random_keep(*leading, 3, 3), 128, 333)
+    q, k, v = half_qkv()
+    out, _ = run(q, k, v, mask, return_lse=False)
+    assert_close(out, reference(q, k, v, mask=by_token(mask))[0], "attention", torch.bfloat16)
+    call = sys.modules[module].calls[0]
+    assert call["q"].shape == (2 * 333, 4, 64)
+    assert call["mask"].shape == (2, 4, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "return_lse"),
+    [
+        ({"dtype": torch.float32}, 128, False),
+        ({"head_dim": 160}, 128, False),
+        ({"key_heads": 2}, 128, False),
+        ({}, 64, False),
+        ({}, 128, True),
+    ],
+)
+def test_what_the_package_does_not_take_is_computed_by_pytorch(sim_gpu, stub, caplog, shape, block, return_lse):
+    stub("block_sparse_attn", BLOCK_SPARSE)
+    sim_gpu((9, 0))
+    blocks = -(-333 // block)
+    mask = BlockMask(random_keep(blocks, blocks), block, 333)
+    q, k, v = half_qkv(**shape)
+    out, _ = run(q, k, v, mask, return_lse=return_lse)
+    assert_close(out, reference(q, k, v, mask=by_token(mask))[0], "attention")
+    assert "block_sparse_attn" not in sys.modules or not sys.modules["block_sparse_attn"].calls
+    assert not caplog.records
+
+
+def test_a_package_that_fails_is_left_out_with_one_warning(sim_gpu, stub, caplog):
+    stub(
+        "block_sparse_attn",
+        BLOCK_SPARSE.replace("calls.append", "raise RuntimeError('no kernel image')\n    calls.append"),
+    )
+    sim_gpu((9, 0))
+    mask = BlockMask(random_keep(3, 3), 128, 333)
+    q, k, v = half_qkv()
+    for _ in range(2):
+        out, _ = run(q, k, v, mask, return_lse=False)
+    assert_close(out, reference(q, k, v, mask=by_token(mask))[0], "attention")
+    assert [("BLOCK_SPARSE_ATTN" in r.getMessage(), "no kernel image" in r.getMessage()) for r in caplog.records] == [
+        (True, True)
+    ]
+    assert describe_executor() == "TORCH_BLOCKED"
+
+
+@pytest.mark.parametrize(("arch", "tiles"), [((8, 9), "(128, 64)"), ((9, 0), "(64, 128)")])
+def test_the_quantising_kernel_gets_its_tiles(sim_gpu, stub, arch, tiles):
+    """S234, S236: `use_sage_attention` with SpargeAttn's block-sparse SageAttention."""
+    stub("spas_sage_attn", SPARGE_SPARSE.replace("(128, 64)\n", f"{tiles}\n", 1))
+    sim_gpu(arch)
+    mask = BlockMask(random_keep(3, 3), 128, 333)
+    q, k, v = (t.transpose(1, 2) for t in half_qkv())
+    call = Call(q, k, v, None, 0.2)
+    out, _ = block_sparse_attention(call, mask, quantised=True)
+    expected = reference(q, k, v, mask=by_token(mask), scale=0.2, layout="BNSD")[0]
+    assert_close(out, expected, "attention", torch.bfloat16)
+    assert len(sys.modules["spas_sage_attn"].calls) == 1
+    block_sparse_attention(call, mask)
+    assert len(sys.modules["spas_sage_attn"].calls) == 1, "only on request"
+    assert describe_executor() == "TORCH_BLOCKED"
+
+
+def test_a_missing_quantising_kernel_is_replaced_with_one_warning(sim_gpu, caplog):
+    """S236."""
+    sim_gpu((9, 0))
+    mask = BlockMask(random_keep(3, 3), 128, 333)
+    q, k, v = (t.transpose(1, 2) for t in half_qkv())
+    for _ in range(2):
+        out, _ = block_sparse_attention(Call(q, k, v, None, 0.2), mask, quantised=True)
+    expected = reference(q, k, v, mask=by_token(mask), scale=0.2, layout="BNSD")[0]
+    assert_close(out, expected, "attention", torch.bfloat16)
+    assert len(caplog.records) == 1
+    assert "package spas_sage_attn is not installed" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("platform", [platforms.RocmPlatform, platforms.NPUPlatform, platforms.CpuPlatform])
+def test_other_machines_import_no_package(monkeypatch, stub, platform):
+    stub("block_sparse_attn", BLOCK_SPARSE)
+    stub("spas_sage_attn", SPARGE_SPARSE)
+    monkeypatch.setattr(platforms, "current_platform", platform())
+    assert describe_executor() == "TORCH_BLOCKED"
+    assert not {"block_sparse_attn", "spas_sage_attn"} & set(sys.modules)

@@ -294,6 +294,7 @@ def test_a_request_for_sage_that_cannot_be_met_says_so_once(caplog):
         out = attention(q, k, v, config, state_for(config))
     assert torch.equal(out, attention(q, k, v, RADIAL, state_for(RADIAL)))
     assert len(messages(caplog)) == 1
+    assert "SPARGE_ATTN cannot be used" in messages(caplog)[0]
 
 
 @pytest.fixture
@@ -331,6 +332,30 @@ def test_compiled_it_is_one_node_and_steps_do_not_recompile(fresh_dynamo):
         (q, k, v, state.position, 0.25, True, "BSND", "BSND"),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def test_compiled_code_that_counts_the_layers_itself(fresh_dynamo):
+    """A whole model in one graph: each layer's attention sees the layer that was set before it."""
+    config = AttentionConfig.radial_attention(0, dense_layers=1, decay_factor=0.2, block_size=64)
+    state = state_for(config)
+
+    def model(q, k, v):
+        outs = []
+        for layer in range(2):
+            state.update(layer_idx=layer)
+            outs.append(attention(q, k, v, config, state))
+        return outs
+
+    q, k, v = qkv(batch=1, queries=VIDEO, heads=1)
+    dense, sparse = torch.compile(model, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert_close(dense, reference(q, k, v)[0], "attention")
+    assert_close(sparse, reference(q, k, v, mask=expected_mask(config, VIDEO))[0], "attention")
+    assert state.layer_idx == 1
+
+
+def test_the_choice_is_described_in_one_line():
+    line = backends.describe_choice(RADIAL)
+    assert line == "RADIAL_ATTN by TORCH_BLOCKED, AUTO: TORCH_SDPA where it is dense"
 
 
 def test_compiled_training_follows_the_blocks(fresh_dynamo):
