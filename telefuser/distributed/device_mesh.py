@@ -37,8 +37,8 @@ def create_device_mesh_from_config(parallel_config: ParallelConfig, device_type:
     gives the one dimension `world`. Collectives of the mesh wait `parallel_config.timeout` seconds for the others.
 
     device_type: of the tensors that will be exchanged. None is the current platform's, or "cpu" where the process group
-        was started on gloo, which moves CPU tensors only. Rank r works on `device_ids[r]`, which becomes its current
-        device; without `device_ids` the current device is left as it is.
+        was started on gloo, which moves CPU tensors only. Rank r works on `device_ids[r]`, without `device_ids`
+        on the device of torchrun's LOCAL_RANK; it becomes the current one.
 
     Without a process group one is started: over the processes that torchrun announces in the environment, or of this
     process alone where the config asks for no more.
@@ -116,15 +116,19 @@ def _settle_device_type(device_type: str | None) -> str:
 
 def _use_own_device(config: ParallelConfig, device_type: str) -> None:
     platform = platforms.current_platform
-    if config.device_ids is None or device_type == "cpu" or device_type != platform.device_type:
+    if device_type == "cpu" or device_type != platform.device_type:
         return
-    index = config.device_ids[dist.get_rank()]
-    if index >= platform.device_count():
-        raise ValueError(
-            f"device_ids {config.device_ids} names device {index}, but {platform.device_count()} "
-            f"{platform.vendor_device}(s) are visible; use indices below that"
-        )
-    platform.set_device(index)
+    if config.device_ids is not None:
+        index = config.device_ids[dist.get_rank()]
+        if index >= platform.device_count():
+            raise ValueError(
+                f"device_ids {config.device_ids} names device {index}, but {platform.device_count()} "
+                f"{platform.vendor_device}(s) are visible; use indices below that"
+            )
+        platform.set_device(index)
+    # A launcher may also have left each process a single visible device, which then is the current one.
+    elif int(os.environ.get("LOCAL_RANK", platform.device_count())) < platform.device_count():
+        platform.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def _make_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:

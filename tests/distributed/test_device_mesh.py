@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from telefuser import distributed, platforms
 from telefuser.core.config import ParallelConfig
+from telefuser.distributed import device_mesh
 from telefuser.distributed.comm import split_ranges, split_sizes
 
 
@@ -58,6 +59,41 @@ def test_gloo_on_a_host_with_an_accelerator_moves_cpu_tensors(no_group, monkeypa
     assert distributed.create_device_mesh_from_config(ParallelConfig()).device_type == "cpu"
     with pytest.raises(ValueError, match=r"backend 'gloo'.*'npu'"):
         distributed.create_device_mesh_from_config(ParallelConfig(), device_type="npu")
+
+
+class Recorded(platforms.NPUPlatform):
+    """A machine with two devices that remembers which one was chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.chosen = []
+
+    @classmethod
+    def device_count(cls):
+        return 2
+
+    def set_device(self, device):
+        self.chosen.append(device)
+
+
+def test_each_process_works_on_its_own_device(no_group, monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    platform = Recorded()
+    monkeypatch.setattr(platforms, "current_platform", platform)
+    monkeypatch.setattr(device_mesh, "_settle_device_type", lambda device_type: "npu")
+    monkeypatch.setattr(device_mesh, "_make_mesh", lambda config, device_type: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    distributed.create_device_mesh_from_config(ParallelConfig())
+    assert platform.chosen == []
+    distributed.create_device_mesh_from_config(ParallelConfig(device_ids=[1]))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    distributed.create_device_mesh_from_config(ParallelConfig())
+    # One visible device for each process: LOCAL_RANK counts beyond what this one sees.
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    distributed.create_device_mesh_from_config(ParallelConfig())
+    assert platform.chosen == [1, 0]
+    with pytest.raises(ValueError, match="device 5, but 2"):
+        distributed.create_device_mesh_from_config(ParallelConfig(device_ids=[5]))
 
 
 def test_several_processes_need_a_launcher(no_group):
