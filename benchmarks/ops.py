@@ -134,7 +134,7 @@ def sweep(shapes: list[tuple[int, int]], timer: Timer, stages_tried: list[int]) 
                 best = _report_sweep(kernel, itemsize, rows, width, times, _times(cases, timer))
                 table.append((width, best))
             tables[kernel, itemsize] = _widths_apart(table)
-            print(f"    ({kernel!r}, family, {itemsize}): {tables[kernel, itemsize]},", flush=True)
+            print(f"    {_source(kernel, itemsize, tables[kernel, itemsize], timer.device)}", flush=True)
     finally:
         launch.launch_of = regular
     return tables
@@ -158,11 +158,20 @@ def _report_sweep(kernel, itemsize, rows, width, times: dict, present: float) ->
 
 
 def _widths_apart(found: list[tuple[int, Launch]]) -> tuple:
-    """Settings of measured widths as a table: each holds up to twice its width, the last one for all beyond."""
+    """Settings of measured widths as a table: narrower rows stay as they are, each measured width holds up to twice
+    its own, the last one for all beyond."""
     by_width = dict(found)
     widths = sorted(by_width)
     limits = [2 * width for width in widths[:-1]] + [1 << 62]
-    return tuple((limit, by_width[width]) for limit, width in zip(limits, widths))
+    narrower = tuple(entry for entry in launch.SAFE if entry[0] < widths[0])
+    return narrower + tuple((limit, by_width[width]) for limit, width in zip(limits, widths))
+
+
+def _source(kernel: str, itemsize: int, table: tuple, device: torch.device) -> str:
+    """The line for `launch.MEASURED`."""
+    family = "cpu" if device.type == "cpu" else launch.family()
+    parts = ", ".join(f"({'1 << 62' if limit == 1 << 62 else limit}, Launch{tuple(best)})" for limit, best in table)
+    return f'("{kernel}", "{family}", {itemsize}): ({parts}),'
 
 
 def sweep_flat(shape: tuple[int, int], timer: Timer) -> None:

@@ -59,8 +59,8 @@ def test_the_sweep_finds_the_fastest_settings_and_restores_the_rule(monkeypatch)
 
     monkeypatch.setattr(ops, "_times", times)
     monkeypatch.setattr(ops, "SWEPT", {("norm", 2): ["rms_norm"]})
-    tables = ops.sweep([(4, 256), (4, 1024)], Timer(CPU), [1, 2])
-    assert tables == {("norm", 2): ((512, best), (1 << 62, best))}
+    tables = ops.sweep([(4, 768), (4, 2048)], Timer(CPU), [1, 2])
+    assert tables == {("norm", 2): (launch.SAFE[0], (1536, best), (1 << 62, best))}
     assert launch.launch_of is regular
 
 
