@@ -342,7 +342,8 @@ def describe_choice(
     device = None if device is None else torch.device(device)
     impl = impl.attn_impl if isinstance(impl, AttentionConfig) else AttnImplType.parse(impl)
     if impl.takes_sparse_config:
-        return f"{impl.name} by {describe_executor(device)}, {describe_choice(device=device)} where it is dense"
+        dense = describe_choice(device=device)
+        return f"{impl.name} by {describe_executor(device)} where a sparse_state is given (dense: {dense})"
     if impl is not AttnImplType.AUTO:
         reason = TABLE.reason(impl, device)
         return impl.name if reason is None else f"{TABLE.fallback.name} ({impl.name} cannot be used: {reason})"

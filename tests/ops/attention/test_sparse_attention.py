@@ -355,7 +355,7 @@ def test_compiled_code_that_counts_the_layers_itself(fresh_dynamo):
 
 def test_the_choice_is_described_in_one_line():
     line = backends.describe_choice(RADIAL)
-    assert line == "RADIAL_ATTN by TORCH_BLOCKED, AUTO: TORCH_SDPA where it is dense"
+    assert line == "RADIAL_ATTN by TORCH_BLOCKED where a sparse_state is given (dense: AUTO: TORCH_SDPA)"
 
 
 def test_compiled_training_follows_the_blocks(fresh_dynamo):
