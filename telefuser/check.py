@@ -8,6 +8,7 @@ from rich.text import Text
 
 from telefuser.core import checkpoint
 from telefuser.core.wan_component import Component
+from telefuser.pipelines.wan_video import find_problems
 
 _LABELS = {"dit": "DiT", "vae": "VAE", "text_encoder": "text encoder"}
 
@@ -15,6 +16,8 @@ _LABELS = {"dit": "DiT", "vae": "VAE", "text_encoder": "text encoder"}
 def collect(path_or_id: str) -> dict[str, Any]:
     """Everything `render` shows, as plain JSON values. Raises CheckpointError where there is no checkpoint at all."""
     found = checkpoint.inspect(path_or_id)
+    # Only whole checkpoints can be judged further.
+    problems = list(found.problems) or find_problems(found)
     return {
         "source": found.source,
         "folder": str(found.folder),
@@ -23,7 +26,7 @@ def collect(path_or_id: str) -> dict[str, Any]:
         "components": {part.name: _component(part) for part in found.components},
         "tokenizer": str(found.tokenizer) if found.tokenizer else None,
         "defaults": found.defaults,
-        "problems": list(found.problems),
+        "problems": problems,
     }
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -376,6 +377,31 @@ def test_check_of_a_bad_folder_says_what_is_wrong(tmp_path):
     as_json = telefuser("check", folder, "--json")
     assert as_json.exit_code == 1
     assert len(json.loads(as_json.stdout)["problems"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        ({"window_size": [3, 3]}, "config.json of the dit: window_size"),
+        ({"vae": {"dim": 4, "colour": 1}}, "config.json of the vae: unknown VAE settings"),
+        ({"defaults": {"height": 33}}, "'defaults' of config.json: size 832x33"),
+        ({"defaults": {"fps": "fast"}}, "'defaults' of config.json: fps"),
+        (None, "not a tokenizer"),
+    ],
+)
+def test_check_finds_what_only_a_run_would_have(tmp_path, here, overrides, part):
+    folder = write_checkpoint(tmp_path / "wan")
+    if overrides is None:
+        (folder / "google" / "tiny" / "tokenizer.json").write_text("{}")
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | overrides))
+    result = telefuser("check", folder)
+    assert result.exit_code == 1
+    assert part in result.stdout
+    assert "ready" not in result.stdout
+    with pytest.raises(ValueError, match=re.escape(part)):
+        wan_video.WanPipeline.from_pretrained(folder, device="cpu")
 
 
 def test_check_of_no_checkpoint_at_all(tmp_path):

@@ -17,6 +17,7 @@ from telefuser import __version__, platforms
 from telefuser.core import checkpoint
 from telefuser.core.checkpoint import Checkpoint, CheckpointError
 from telefuser.core.config import AttentionConfig, AttnImplType
+from telefuser.core.model_loading import meta_parameters
 from telefuser.models.wan_video_dit import WanModel
 from telefuser.models.wan_video_text_encoder import WanTextEncoder
 from telefuser.models.wan_video_vae import WanVideoVAE
@@ -34,6 +35,7 @@ __all__ = [
     "VideoDecodeError",
     "WanPipeline",
     "WanVideo",
+    "find_problems",
     "make_noise",
     "parse_size",
     "validate_request",
@@ -136,6 +138,8 @@ class WanPipeline:
             attention = AttentionConfig(attn_impl=AttnImplType.parse(attention))
         found = checkpoint.inspect(path_or_id).require_usable()
         tokenizer = _tokenizer(found)
+        if problems := _refused_settings(found):
+            raise CheckpointError(problems[0])
         if offload is None:
             size = [found.defaults[name] for name in ("width", "height", "num_frames")]
             offload = not placement.fits(device, _weight_bytes(found, dtype), math.prod(size))
@@ -289,6 +293,31 @@ class WanPipeline:
         stages.append(Stage(name, time.perf_counter() - start, platform.max_memory_allocated(self.device)))
         if on_stage is not None:
             on_stage(stages[-1])
+
+
+def find_problems(found: Checkpoint) -> list[str]:
+    """What keeps a checkpoint from being run although `inspect` found its files good. Weights are not read."""
+    try:
+        _tokenizer(found)
+    except ValueError as error:
+        return [str(error), *_refused_settings(found)]
+    return _refused_settings(found)
+
+
+def _refused_settings(found: Checkpoint) -> list[str]:
+    """What the models say to their sizes, and a request to the defaults. Nothing is allocated: 0.5 s for the 14B."""
+    problems = []
+    for part, model in ((found.dit, WanModel), (found.vae, WanVideoVAE), (found.text_encoder, WanTextEncoder)):
+        try:
+            with meta_parameters():
+                model.from_config(part.config)
+        except (ValueError, TypeError) as error:
+            problems.append(f"{found.folder}: config.json of the {part.name}: {error}")
+    try:
+        validate_request(found.defaults, "a prompt")
+    except ValueError as error:
+        problems.append(f"{found.folder}: 'defaults' of config.json: {error}")
+    return problems
 
 
 def _tokenizer(found: Checkpoint) -> PromptTokenizer:
