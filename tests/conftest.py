@@ -1,4 +1,4 @@
-"""What every test shares: one hardware-skip hook, Triton's interpreter without a GPU, poisoned `torch.empty`."""
+"""What every test shares: one hardware-skip hook, threads, Triton's interpreter without a GPU, NaN in `torch.empty`."""
 
 import os
 
@@ -6,6 +6,14 @@ import pytest
 import torch
 
 HAS_CUDA_API = torch.cuda.is_available()
+
+# xdist's workers share the processors. Threads beyond their number wait for each other in loops: on two busy cores the
+# tests of the models then take over 4 minutes instead of 1.5. Child processes read the variable.
+workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+    threads = max((os.cpu_count() or 1) // workers, 1)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
 
 # Triton reads this when its library is imported and when a kernel is decorated, so set it before any test module loads.
 if not HAS_CUDA_API:
