@@ -63,7 +63,7 @@ def measure(name: str, rows: int, width: int, timer: Timer, ceiling: float, is_c
     case = OPS[name](rows, width, timer.device)
     wrong = error(case)
     if not wrong <= 1:
-        raise SystemExit(f"{name} {rows}x{width}: error is {wrong:.2f} of its limit, so its speed means nothing")
+        raise ValueError(f"{name} {rows}x{width}: error is {wrong:.2f} of its limit, so its speed means nothing")
     functions = {"ours": case.ours, **case.rivals}
     if is_compiled:
         torch._dynamo.reset()
@@ -216,13 +216,25 @@ def main(arguments: list[str] | None = None) -> None:
                 family = launch.family()
                 launch.MEASURED.update({(kernel, family, size): table for (kernel, size), table in tables.items()})
                 launch._launch_of.cache_clear()
-        rows = [{"case": "device copy", "metric": "copy", "value": f"{ceiling:.4f}", "unit": "TB/s"}]
+        keep = _recorder(None if options.smoke else options.results)
+        keep([{"case": "device copy", "metric": "copy", "value": f"{ceiling:.4f}", "unit": "TB/s"}])
+        failed = []
         for name, (count, width) in itertools.product(options.only or OPS, shapes):
             is_compiled = name in COMPILED and (count, width) in SHAPES[:2] and not options.no_inductor
-            rows += measure(name, count, width, timer, ceiling, is_compiled)
-        rows += host_costs(timer)
-    if not options.smoke:
-        print(record.append("ops", rows, options.results))
+            try:
+                keep(measure(name, count, width, timer, ceiling, is_compiled))
+            except Exception as failure:  # noqa: BLE001
+                # The others are still worth their time on the device; the exit status tells.
+                print(f"{name} {count}x{width} FAILS: {type(failure).__name__} {str(failure)[:200]}", flush=True)
+                failed.append(name)
+        keep(host_costs(timer))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def _recorder(folder: Path | None):
+    """Appends rows as they are measured, so that a run which is cut short leaves what it has."""
+    return lambda rows: None if folder is None else record.append("ops", rows, folder)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def test_a_wrong_result_is_not_timed():
     assert ops.error(case) > 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(op_cases.OPS, "wrong", lambda *_: case)
-        with pytest.raises(SystemExit, match="wrong 6x32: error is inf of its limit"):
+        with pytest.raises(ValueError, match="wrong 6x32: error is inf of its limit"):
             ops.measure("wrong", 6, 32, Timer(CPU), 1.0, False)
 
 
@@ -70,6 +70,19 @@ def test_smoke_runs_and_records_nothing(tmp_path, capsys):
     assert "rms_norm 24x48" in out
     assert "host time of layer_norm_modulate" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_what_was_measured_is_recorded_although_another_operator_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(ops, "SHAPES", [(6, 32)])
+    monkeypatch.setattr(Timer, "copy_ceiling", lambda *_: 0.1)
+    broken = op_cases.OPS["gelu_tanh"](6, 32, CPU)
+    broken.ours = torch.zeros_like
+    monkeypatch.setitem(op_cases.OPS, "gelu_tanh", lambda *_: broken)
+    with pytest.raises(SystemExit, match="failed: gelu_tanh"):
+        ops.main(["--no-inductor", "--only", "gelu_tanh", "rms_norm", "--results", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    assert set(report.latest(path)) == {"device copy", "rms_norm 6x32", "host time of a call"}
+    assert set(report.latest(path)["rms_norm 6x32"]) >= {"bytes", "ours", "F.rms_norm"}
 
 
 def test_the_report_gives_speeds_shares_and_ratios(tmp_path, monkeypatch):
