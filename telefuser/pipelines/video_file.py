@@ -179,9 +179,18 @@ def _encode(frames: np.ndarray, path: Path, container_format: str, rate: Fractio
         container.mux(stream.encode(None))
 
 
+def _is_full(error: BaseException | None) -> bool:
+    """PyAV sometimes wraps what writing raised in an error of its own, with another number."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _keep_frames(frames: np.ndarray, path: Path, error: Exception) -> VideoWriteError:
     """Save the frames beside `path`, else in the system's folder for temporary files, and say so."""
-    reason = "the disk is full" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else str(error)
+    reason = "the disk is full" if _is_full(error) else str(error)
     name = _frames_path(path).name
     for folder in (path.parent, Path(tempfile.gettempdir())):
         try:

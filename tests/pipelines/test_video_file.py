@@ -154,6 +154,18 @@ def test_frames_are_kept_when_the_metadata_cannot_be_written(tmp_path):
     assert os.listdir(tmp_path) == ["clip.frames.npz"]
 
 
+def test_a_full_disk_is_named_behind_an_error_of_the_encoder(tmp_path, monkeypatch):
+    def wrapped(*_):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise OSError(1447131472, "Error in PyAV callback") from error
+
+    monkeypatch.setattr(video_file, "_encode", wrapped)
+    with pytest.raises(VideoWriteError, match="the disk is full"):
+        write_video(moving_square(1), tmp_path / "clip.mp4", 16)
+
+
 def test_a_full_disk_is_named_and_the_frames_go_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "spare").mkdir()
