@@ -1,9 +1,11 @@
 """The `telefuser` command. Every command imports its work when it runs, so that `--help` costs no torch import."""
 
 import contextlib
+import io
 import json
 import logging
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -34,6 +36,10 @@ Model = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint folder, 
 
 def main() -> None:
     """Entry point of the installed command and of `python -m telefuser`."""
+    for stream in (sys.stdout, sys.stderr):
+        # A prompt or a path that the terminal's encoding lacks is printed escaped; the run it belongs to goes on.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="telefuser")
 
 

@@ -15,6 +15,7 @@ from telefuser.core import checkpoint
 from telefuser.core.checkpoint import Checkpoint
 from telefuser.core.config import AttnImplType
 from telefuser.ops.attention.backends import describe_choice
+from telefuser.pipelines.placement import require_memory
 from telefuser.pipelines.request import GenerationRequest, resolve_dtype, validate_request
 from telefuser.pipelines.video_file import check_output
 from telefuser.pipelines.wan_video import Stage, WanPipeline
@@ -53,6 +54,9 @@ def run(
         check_output(path)
     found = checkpoint.inspect(model).require_usable()
     request = validate_request(found.defaults, list(prompts), **settings)
+    require_memory(
+        device, request.width, request.height, request.num_frames, found.dit.config["dim"], found.vae.config["dim"]
+    )
     paths = output_paths(output, prompts, request.seeds, overwrite)
     for path in paths:
         check_output(path, request.num_frames * len(paths), request.height, request.width)

@@ -121,6 +121,7 @@ def nothing_loaded(monkeypatch):
         ("0x0", "16x16"),
         ("832", "WIDTHxHEIGHT"),
         ("wide", "WIDTHxHEIGHT"),
+        ("160000x160000", "smaller size"),
         ("-16x16", "WIDTHxHEIGHT"),
     ],
 )
@@ -128,6 +129,16 @@ def test_wrong_sizes(model, here, nothing_loaded, size, part):
     # B120
     refused(telefuser("generate", PROMPT, "--model", model, f"--size={size}"), part)
     assert os.listdir(here) == []
+
+
+def test_a_path_that_the_output_cannot_spell_is_escaped_and_the_run_goes_on(model, here):
+    (here / "list.txt").write_text("a red \u00e9\na \u7ea2 cat\n", encoding="utf-8")
+    command = [sys.executable, "-m", "telefuser", "generate", "--prompts", "list.txt", "--model", model]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "001-a-red-\\xe9.mp4" in done.stdout
+    assert sorted(os.listdir(here)) == ["001-a-red-\u00e9.mp4", "002-a-\u7ea2-cat.mp4", "list.txt"]
 
 
 @pytest.mark.parametrize("size", ["48*32", "48x32", "32x48"])

@@ -29,6 +29,25 @@ def fits(device: torch.device, num_bytes: int, num_pixels: int) -> bool:
     return num_bytes + num_pixels * WORKING_BYTES_PER_PIXEL <= free
 
 
+def require_memory(device: torch.device, width: int, height: int, num_frames: int, dit_dim: int, vae_dim: int) -> None:
+    """Raises ValueError for a video that this machine's memory cannot hold, before the system ends the process for it.
+
+    A lower bound: the frames twice (chunks, and joined), and on the CPU also four float32 streams of the DiT's tokens
+    and two of the VAE's last stage for a single frame. A device that runs out raises an error of its own.
+    """
+    needed = 2 * 3 * width * height * num_frames
+    if device.type == "cpu":
+        tokens = ((num_frames - 1) // 4 + 1) * (height // 16) * (width // 16)
+        needed += 4 * max(4 * tokens * dit_dim, 2 * width * height * vae_dim)
+    host = torch.device("cpu")
+    total = platforms.platform_of(host).get_device_total_memory(host)
+    if 0 < total < needed:
+        raise ValueError(
+            f"{width}x{height} and {num_frames} frames need at least {needed / 2**30:.0f} GiB of memory, this machine "
+            f"has {total / 2**30:.0f} GiB: use a smaller size or fewer frames"
+        )
+
+
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of the parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

@@ -207,6 +207,8 @@ class WanPipeline:
             seed=seed,
             scheduler=scheduler,
         )
+        vae_dim = self.vae.encoder.conv1.weight.shape[0]
+        placement.require_memory(self.device, request.width, request.height, request.num_frames, self.dit.dim, vae_dim)
         shared: list[Stage] = []
         videos = []
         with platforms.platform_of(self.device).device_ctx(self.device):

@@ -98,3 +98,18 @@ def test_a_text_encoder_that_does_not_fit_runs_on_the_cpu_with_a_reason(small_de
     assert "on the CPU" in caplog.text
     # Where it already lies on the device there is nothing to decide.
     assert placement.text_device(encoder.to(META), META) == META
+
+
+def test_a_video_larger_than_the_memory_is_refused_with_its_size(monkeypatch):
+    monkeypatch.setattr(CpuPlatform, "get_device_total_memory", classmethod(lambda cls, device=None: 24 * GIB))
+    cpu, sizes = torch.device("cpu"), {"dit_dim": 192, "vae_dim": 32}
+    for width, height, num_frames, needed in [(100_000, 100_000, 1, r"\d+"), (128, 128, 4 * 10**8 + 1, r"\d{5}")]:
+        with pytest.raises(ValueError, match=rf"{width}x{height}.* at least {needed} GiB.*has 24 GiB: use a smaller"):
+            placement.require_memory(cpu, width, height, num_frames, **sizes)
+    placement.require_memory(cpu, 832, 480, 81, dit_dim=1536, vae_dim=96)
+    # Of another device only the host's share is known: its own error comes when it is full.
+    placement.require_memory(META, 16_384, 16_384, 1, dit_dim=5120, vae_dim=96)
+    with pytest.raises(ValueError, match="at least"):
+        placement.require_memory(META, 100_000, 100_000, 1, **sizes)
+    monkeypatch.setattr(CpuPlatform, "get_device_total_memory", classmethod(lambda cls, device=None: 0))
+    placement.require_memory(cpu, 10**6, 10**6, 1, **sizes)
