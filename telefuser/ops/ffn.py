@@ -1,5 +1,7 @@
 """The feed-forward network of a transformer block, with diffusers' state-dict keys (`net.0.proj`, `net.2`)."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -25,10 +27,10 @@ class FeedForward(nn.Module):
     """Projection and activation, dropout, projection back: [..., dim] -> [..., dim_out].
 
     dim_out: dim when not given.  mult: hidden width in units of dim, an int or a float.  inner_dim: the hidden width
-    itself, instead of mult; with a gated activation it is the width after the gate.  dropout: its probability, in
-    training mode only. activation_fn: "gelu", "gelu-approximate" (tanh), "geglu", "geglu-approximate" (x *
-    sigmoid(1.702 x), not gated), "swiglu" or "linear-silu", else ValueError.  final_dropout: drop out after the last
-    projection too.  bias: of both projections.
+    itself, instead of mult; with a gated activation it is the width after the gate.  A hidden width below 1 is a
+    ValueError.  dropout: its probability, in training mode only.  activation_fn: "gelu", "gelu-approximate" (tanh),
+    "geglu", "geglu-approximate" (x * sigmoid(1.702 x), not gated), "swiglu" or "linear-silu", else ValueError.
+    final_dropout: drop out after the last projection too.  bias: of both projections.
     """
 
     def __init__(
@@ -45,7 +47,11 @@ class FeedForward(nn.Module):
         super().__init__()
         if activation_fn not in PROJECTIONS:
             raise ValueError(f"unknown activation_fn {activation_fn!r}; choose one of {', '.join(PROJECTIONS)}")
-        inner_dim = int(dim * mult) if inner_dim is None else inner_dim
+        width = dim * mult if inner_dim is None else inner_dim
+        if not 1 <= width < math.inf:
+            # Without hidden units the output would be the last bias, whatever the input.
+            raise ValueError(f"the hidden width must be at least 1, got {width} (dim {dim}, mult {mult})")
+        inner_dim = int(width)
         self.net = nn.ModuleList(
             [
                 PROJECTIONS[activation_fn](dim, inner_dim, bias=bias),

@@ -98,3 +98,9 @@ def test_gradients_equal_diffusers():
     ours(x).square().sum().backward()
     for a, b in zip(ours.parameters(), theirs.parameters()):
         assert_close(a.grad, b.grad, "matmul")
+
+
+@pytest.mark.parametrize("sizes", [{"mult": 0}, {"mult": -1}, {"mult": 0.01}, {"mult": float("nan")}, {"inner_dim": 0}])
+def test_a_network_without_hidden_units_is_refused(sizes):
+    with pytest.raises(ValueError, match="the hidden width must be at least 1"):
+        FeedForward(8, **sizes)
