@@ -57,9 +57,11 @@ def check_pipeline_class(folder: Path) -> None:
     index = read_json(folder / "model_index.json")
     name = index.get("_class_name")
     if name != "WanPipeline":
-        kind = f"{_OTHER_PIPELINES[name]} ({name})" if name in _OTHER_PIPELINES else f"'{name}'"
+        known = isinstance(name, str) and name in _OTHER_PIPELINES
+        kind = f"{_OTHER_PIPELINES[name]} ({name})" if known else f"'{name}'"
         raise CheckpointError(f"{folder / 'model_index.json'}: {kind}; Wan2.1 text-to-video (WanPipeline) is needed.")
-    if any(index.get("transformer_2") or [None]):
+    second = index.get("transformer_2")
+    if any(second) if isinstance(second, list) else second:
         raise CheckpointError(f"{folder / 'model_index.json'}: Wan2.2 with two transformers; Wan2.1 is needed.")
 
 

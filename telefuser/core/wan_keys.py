@@ -154,6 +154,10 @@ def text_encoder_config(transformers: dict) -> dict:
         raise ValueError(f"text encoder '{transformers['model_type']}'; Wan2.1 uses umt5")
     if transformers.get("feed_forward_proj", "gated-gelu") != "gated-gelu":
         raise ValueError(f"feed_forward_proj '{transformers['feed_forward_proj']}'; Wan2.1's UMT5 uses gated-gelu")
+    # Not among the model's arguments: with another value, the same weights would silently give other features.
+    for name, only in (("relative_attention_max_distance", 128), ("layer_norm_epsilon", 1e-6)):
+        if transformers.get(name, only) != only:
+            raise ValueError(f"{name} {transformers[name]!r}; Wan2.1's UMT5 has {only}")
     config = _renamed(
         transformers,
         {

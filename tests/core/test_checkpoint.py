@@ -177,6 +177,8 @@ def test_part_of_a_diffusers_folder(folder, tmp_path):
     [
         ({"_class_name": "WanImageToVideoPipeline"}, "image-to-video"),
         ({"_class_name": "StableDiffusionPipeline"}, "'StableDiffusionPipeline'"),
+        ({"_class_name": ["WanPipeline"]}, "WanPipeline"),
+        ({"_class_name": "WanPipeline", "transformer_2": 5}, "Wan2.2"),
         ({"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]}, "Wan2.2"),
     ],
 )

@@ -84,6 +84,8 @@ def test_configs_are_translated():
         (wan_keys.vae_config, {"is_residual": True}, "Wan2.2"),
         (wan_keys.text_encoder_config, {"model_type": "t5"}, "umt5"),
         (wan_keys.text_encoder_config, {"feed_forward_proj": "relu"}, "gated-gelu"),
+        (wan_keys.text_encoder_config, {"relative_attention_max_distance": 64}, "relative_attention_max_distance 64"),
+        (wan_keys.text_encoder_config, {"layer_norm_epsilon": 1.0}, "layer_norm_epsilon 1.0"),
     ],
 )
 def test_other_architectures_are_refused(translate, config, reason):
