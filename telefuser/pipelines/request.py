@@ -23,6 +23,8 @@ FRAME_MULTIPLE = 4
 MAX_SEED = 2**63 - 1
 # Hundreds are useful; the schedule alone of a mistyped billion would take minutes and gigabytes.
 MAX_STEPS = 100_000
+# Far above any use. A mistyped 1e30 still gives finite latents, and a video of clipped colours.
+MAX_GUIDANCE = 1000.0
 # Players and containers take no other rate; a video of 0.001 frames a second is a typing error.
 MIN_FPS, MAX_FPS = 0.1, 1000.0
 # A run starts from pure noise, noise level 1. Told a lower one, the model leaves the rest of the noise in the video.
@@ -109,7 +111,7 @@ def validate_request(
         height, width: multiples of 16.
         num_frames: 4n + 1.
         steps: 1 to 100000.
-        guidance: finite, at least 0; 1 turns guidance off.
+        guidance: 0 to 1000; 1 turns guidance off.
         shift: finite, above 0, and such that the noise levels fall from about 1 to 0 in float32 too.
         seed: 0 to 2**63 - 1 for all prompts, or a list with one a prompt. None and -1 draw one a prompt.
         scheduler: a key of `telefuser.schedulers.SCHEDULERS`.
@@ -137,7 +139,7 @@ def validate_request(
         width=width,
         num_frames=_num_frames(chosen("num_frames", num_frames)),
         steps=steps,
-        guidance=_number("guidance", chosen("guidance", guidance), positive=False),
+        guidance=_guidance(chosen("guidance", guidance)),
         shift=shift,
         scheduler=scheduler,
         fps=_fps(defaults["fps"]),
@@ -215,6 +217,13 @@ def _check_schedule(scheduler: str, steps: int, shift: float) -> None:
             f"shift {shift:g} starts {scheduler} at noise level {first:.2g} instead of about 1, and the video "
             "would stay noise: use a larger shift, 1 to 12 is usual"
         )
+
+
+def _guidance(guidance: Any) -> float:
+    guidance = _number("guidance", guidance, positive=False)
+    if guidance > MAX_GUIDANCE:
+        raise ValueError(f"guidance must be at most {MAX_GUIDANCE:g}, got {guidance:g}: 1 to 10 is usual")
+    return guidance
 
 
 def _fps(fps: Any) -> float:

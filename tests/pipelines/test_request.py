@@ -82,6 +82,7 @@ def test_steps_below_one_are_refused(steps):
         ("guidance", math.nan),
         ("guidance", math.inf),
         ("guidance", "5"),
+        ("guidance", 1e30),
         ("shift", 0),
         ("shift", -1.0),
         ("shift", math.inf),
