@@ -101,7 +101,7 @@ SAMPLING_DEFAULTS = {
     "width": 128,
     "num_frames": 17,
     "steps": 20,
-    "guidance": 3.0,
+    "guidance": 3.5,
     "shift": 3.0,
     "fps": 8,
     "scheduler": "euler",
