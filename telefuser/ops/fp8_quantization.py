@@ -2,7 +2,7 @@
 
 For a row x and a format whose largest value is M (448 for e4m3fn, 240 for e4m3fnuz, 57344 for e5m2 and e5m2fnuz):
 
-    scale = max(max|x| / M, 2^-126)    q = round_to_fp8(x * (1 / scale))    x ≈ q * scale
+    scale = max(max|x| * (1 / M), 2^-126)    q = round_to_fp8(x * (1 / scale))    x ≈ q * scale
 
 all in float32. Rows are tokens of an activation and output channels of a weight, so that one outlier takes no digits
 from the others. The floor under the scale keeps 1 / scale finite: a row of zeros gives zeros, never NaN. The product
@@ -32,7 +32,8 @@ def _quantize_native(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     if x.shape[-1] == 0:
         return x.to(dtype), x.new_full((*x.shape[:-1], 1), _SMALLEST_SCALE, dtype=torch.float32)
     largest = x.abs().amax(dim=-1, keepdim=True).float()
-    scale = (largest / torch.finfo(dtype).max).clamp_min(_SMALLEST_SCALE)
+    # Not `/ M`: PyTorch divides by a number exactly on a CPU and by its reciprocal on a GPU, one digit apart.
+    scale = (largest * (1 / torch.finfo(dtype).max)).clamp_min(_SMALLEST_SCALE)
     return (x.float() * scale.reciprocal()).to(dtype), scale
 
 

@@ -15,7 +15,7 @@ _DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.
 
 
 @jit
-def _per_token_quant_fp8_kernel(x, out, scales, s0, s1, width, largest, smallest, BLOCK: constexpr):
+def _per_token_quant_fp8_kernel(x, out, scales, s0, s1, width, unit, smallest, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     x += row * s0
     out += row * width
@@ -28,8 +28,8 @@ def _per_token_quant_fp8_kernel(x, out, scales, s0, s1, width, largest, smallest
         peaks = tl.where((tl.abs(v) > peaks) | (v != v), tl.abs(v), peaks)
     peak = tl.max(peaks, 0)
     nans = tl.sum((peaks != peaks).to(tl.int32), 0)
-    # Correctly rounded divisions, as PyTorch's: the values then equal the native form's to the bit.
-    scale = tl.maximum(tl.div_rn(peak, largest), smallest)
+    # The native form's arithmetic, its correctly rounded division too: the values then equal its to the bit.
+    scale = tl.maximum(peak * unit, smallest)
     scale = tl.where(nans > 0, float("nan"), scale)
     tl.store(scales + row, scale)
     factor = tl.div_rn(1.0, scale)
@@ -58,6 +58,6 @@ def per_token_quant_fp8(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3f
     block = block_of(width, MAX_BLOCK)
     _per_token_quant_fp8_kernel[(rows.shape[0],)](
         rows, out, scales, *rows.stride(), width,
-        torch.finfo(dtype).max, torch.finfo(torch.float32).tiny, BLOCK=block, num_warps=warps_of(block),
+        1 / torch.finfo(dtype).max, torch.finfo(torch.float32).tiny, BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
     return out, scales
