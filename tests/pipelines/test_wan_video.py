@@ -273,6 +273,7 @@ def test_the_attention_choice_reaches_the_model(tiny_folder):
         ({"device": "cuda:99"}, "cuda:99"),
         ({"device": "npu:7"}, "npu:7.*[Aa]vailable"),
         ({"attention": "flash_attn_9"}, "flash_attn_9"),
+        ({"attention": "radial"}, "choose a dense one"),
         ({"dtype": "int8"}, "bf16"),
     ],
 )
