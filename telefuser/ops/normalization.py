@@ -4,6 +4,8 @@ Rounding, the same on every path: float16 and bfloat16 inputs are computed in fl
 the result is rounded once to the input's dtype, whatever the dtype of the weights. float64 is computed in float64.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,10 +27,16 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 class _Norm(CustomOp):
-    """Parameters and checks of a norm over the last dimension, `dim` wide."""
+    """Parameters and checks of a norm over the last dimension, `dim` wide; ValueError for dim below 1 and for an eps
+    that is negative or not finite.
+    """
 
     def __init__(self, dim, eps, elementwise_affine, bias, device, dtype):
         super().__init__()
+        if dim < 1:
+            raise ValueError(f"{type(self).__name__} got dim {dim}; a row needs at least one element")
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"{type(self).__name__} got eps {eps}; give a finite number of 0 or more")
         self.dim = dim
         self.eps = eps
         self.elementwise_affine = elementwise_affine
@@ -196,13 +204,18 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
     x: [B, S, D], or any other rank.
     shift, scale: [B, D] (one row a batch item, whatever S is), [B, 1, D], [B, S, D], [1, 1, D] or [D]; any strides,
     as `chunk` leaves them, never expanded in memory; any float dtype.
-    Returns x's shape and dtype. Raises ValueError where shift or scale does not fit x, or x is not floating point.
+    Returns x's shape and dtype. Raises ValueError where shift or scale does not fit x, or one of them is not floating
+    point.
     """
     return _fused_scale_shift(x, beside("scale", scale, x), beside("shift", shift, x), 1.0)
 
 
 def beside(name: str, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A view of `vector` that broadcasts to x's shape and never beyond it."""
+    """A view of `vector` that broadcasts to x's shape and never beyond it; ValueError where it does not fit, or is not
+    real floating point: a complex one would lose its imaginary part on the way to x's dtype.
+    """
+    if not vector.is_floating_point():
+        raise ValueError(f"{name} must hold real floating-point numbers, not {vector.dtype}")
     given = vector.shape
     if vector.dim() == 2:
         # [B, D] would otherwise line up with [S, D], silently so when B equals S.

@@ -126,6 +126,18 @@ def test_wrong_input_is_refused(make, interpreted_cuda):
         norm(torch.ones(2, 8, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("make", NORMS)
+def test_norms_refuse_a_width_and_an_eps_without_meaning(make):
+    for eps in (-1e-6, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"{make.__name__} got eps {eps}"):
+            make(8, eps=eps)
+    for dim in (0, -8):
+        with pytest.raises(ValueError, match=f"{make.__name__} got dim {dim}"):
+            make(dim)
+    x = torch.tensor([[3.0, -3.0]])
+    assert torch.equal(make(2, eps=0.0)(x), torch.tensor([[1.0, -1.0]]))
+
+
 def test_mixed_devices_give_pytorchs_error():
     # B16
     with pytest.raises(RuntimeError, match="device"):
@@ -270,6 +282,16 @@ def test_modulate_refuses_what_does_not_fit(shape):
     # Plain PyTorch would let some of these line up by accident or grow the result.
     with pytest.raises(ValueError, match=r"scale of shape .* does not fit x of shape \(3, 5, 8\)"):
         modulate(torch.randn(3, 5, 8), torch.randn(3, 8), torch.randn(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
+@pytest.mark.parametrize("name", ["scale", "shift"])
+def test_modulation_by_other_numbers_than_floating_point_is_refused(name, dtype):
+    x, good = torch.randn(3, 5, 8), torch.randn(3, 8)
+    vectors = {"scale": good, "shift": good, name: torch.ones(3, 8, dtype=dtype)}
+    for op in (modulate, fused_scale_shift):
+        with pytest.raises(ValueError, match=f"{name} must hold real floating-point numbers, not {dtype}"):
+            op(x, **vectors)
 
 
 def test_modulate_launches_the_fused_kernel(interpreted_cuda, monkeypatch):
