@@ -53,8 +53,8 @@ def apply_rotary_emb(x: torch.Tensor, freqs: tuple[torch.Tensor, torch.Tensor], 
     freqs: (cos, sin), one row a token: [S, D/2], [S, 1, D/2], [S, 1, 1, D/2] or [B, S, 1, D/2]; or full width, D
     instead of D/2, where entries 2i and 2i+1 are equal and the even ones are read. float32 or float64.
     Returns x's shape and dtype; computed in float32 and rounded once, float64 input (and float32 with float64 tables,
-    on the native path) in float64. Raises ValueError where a shape does not fit: the tables must hold exactly the S
-    tokens of x.
+    on the native path) in float64. Raises ValueError where a shape does not fit (the tables must hold exactly the S
+    tokens of x) and where freqs is no pair of tensors, TypeError for a sequence_dim that is not an int.
     """
     if x.dim() != 4 or not x.is_floating_point():
         raise ValueError(
@@ -62,11 +62,22 @@ def apply_rotary_emb(x: torch.Tensor, freqs: tuple[torch.Tensor, torch.Tensor], 
         )
     if x.shape[-1] % 2:
         raise ValueError(f"apply_rotary_emb rotates pairs, so the head dimension must be even, not {x.shape[-1]}")
+    if not isinstance(sequence_dim, int):
+        raise TypeError(f"sequence_dim must be an int, not {sequence_dim!r}")
     axis = sequence_dim + 4 if sequence_dim < 0 else sequence_dim
     if axis not in (0, 1, 2):
         raise ValueError(f"sequence_dim is {sequence_dim}; the tokens lie in dimension 0, 1 or 2 of x")
-    cos, sin = freqs
+    cos, sin = _pair(freqs)
     return _rotary(x, _beside("cos", cos, x, axis), _beside("sin", sin, x, axis))
+
+
+def _pair(freqs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(freqs, (tuple, list)) and len(freqs) == 2 and all(isinstance(t, torch.Tensor) for t in freqs):
+        return freqs[0], freqs[1]
+    kinds = [type(t).__name__ for t in freqs] if isinstance(freqs, (tuple, list)) else type(freqs).__name__
+    raise ValueError(
+        f"freqs must be the pair (cos, sin) of tensors, not {kinds}; split a complex table into .real, .imag"
+    )
 
 
 def _beside(name: str, table: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -161,7 +172,7 @@ def rms_norm_rotary(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None and weight.shape != (width,):
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, q and k are {width} wide")
-    cos, sin = freqs
+    cos, sin = _pair(freqs)
     heads = q.unflatten(-1, (num_heads, -1))
     cos, sin = _beside("cos", cos, heads, 1), _beside("sin", sin, heads, 1)
     return _norm_rotary(q, k, q_weight, k_weight, cos, sin, num_heads, eps)

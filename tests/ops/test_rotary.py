@@ -194,6 +194,20 @@ def test_refuses_other_input():
         apply_rotary_emb(torch.randn(B, S, H, D), (torch.complex(cos, sin), sin))
 
 
+def test_refuses_what_is_no_pair_of_tables():
+    cos, sin = tables(S, D // 2)
+    x = torch.randn(B, S, H, D)
+    # Two stacked tables would unpack as well, and so would a complex table of two tokens.
+    for freqs in (torch.complex(cos, sin), torch.stack((cos, sin)), (cos, sin, cos), (cos,), (cos, None), None):
+        with pytest.raises(ValueError, match="freqs must be the pair"):
+            apply_rotary_emb(x, freqs)
+        with pytest.raises(ValueError, match="freqs must be the pair"):
+            rms_norm_rotary(x.flatten(2), x.flatten(2), None, None, freqs, H)
+    for sequence_dim in (1.0, "1", None):
+        with pytest.raises(TypeError, match=f"sequence_dim must be an int, not {sequence_dim!r}"):
+            apply_rotary_emb(x, (cos, sin), sequence_dim=sequence_dim)
+
+
 @pytest.mark.skipif(golden_dir() is None, reason="the reference data (TELEFUSER_GOLDEN) is not here")
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_agrees_with_the_official_rotation(interpreted, request):
