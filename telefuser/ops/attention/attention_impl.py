@@ -3,6 +3,8 @@
 Shape letters: B batch, S tokens, N heads, D head dim. BSND is [B, S, N, D], BNSD is [B, N, S, D].
 """
 
+import math
+
 import torch
 
 from telefuser.core.config import AttentionConfig, AttnImplType
@@ -53,8 +55,9 @@ def attention(
     Returns [B, Sq, N, Dv] in BSND, in v's dtype; with `return_lse` the pair (out, lse). Skv = 0 gives zeros.
     Differentiable on the SDPA path; backends without a backward pass give way to it. Under `torch.compile` it is one
     opaque node, or, where a gradient is needed, PyTorch's own SDPA.
-    Raises ValueError for shapes, layouts, heads or dtypes that do not fit, TypeError for a mask of another kind and, as
-    PyTorch does, RuntimeError for tensors on different devices.
+    Raises ValueError for shapes, layouts, heads or dtypes that do not fit and for a scale that is not finite, TypeError
+    for what is no tensor and for a mask of another dtype and, as PyTorch does, RuntimeError for tensors on different
+    devices.
     """
     config = _AUTO if attention_config is None else attention_config
     if not isinstance(config, AttentionConfig):
@@ -70,6 +73,8 @@ def attention(
     q, k, v = one_dtype(q, k, v)
     if scale is None:
         scale = q.shape[-1] ** -0.5
+    elif not -math.inf < scale < math.inf:
+        raise ValueError(f"scale is {scale}; give a finite factor, or None for D ** -0.5")
     if sparse_state is not None and impl.takes_sparse_config:
         _check_state(sparse_state, impl, config)
         tokens = 1 if input_layout == "BSND" else 2
@@ -234,6 +239,9 @@ def check_inputs(q, k, v, mask, input_layout, output_layout):
     for name, layout in (("input_layout", input_layout), ("output_layout", output_layout)):
         if layout not in _LAYOUTS:
             raise ValueError(f"{name} is {layout!r}; choose one of {', '.join(_LAYOUTS)}")
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("attn_mask", mask)):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name != "attn_mask"):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k, v must have 4 dims ({input_layout}); {_shapes(q, k, v)}")
     tokens, heads = (1, 2) if input_layout == "BSND" else (2, 1)
@@ -242,6 +250,8 @@ def check_inputs(q, k, v, mask, input_layout, output_layout):
             f"q, k, v do not fit together: one batch, one head dim of q and k, and k and v alike up to the last dim "
             f"({input_layout}); {_shapes(q, k, v)}"
         )
+    if q.shape[3] == 0:
+        raise ValueError(f"the head dim of q and k is 0, and must be at least 1; {_shapes(q, k, v)}")
     if k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]:
         raise ValueError(
             f"{q.shape[heads]} query heads are not a multiple of {k.shape[heads]} key heads; "

@@ -341,6 +341,27 @@ def test_shapes_that_do_not_fit_are_shown():
         attention(q, k, v, causal=True)
 
 
+def test_what_is_no_tensor_is_named():
+    q, k, v = qkv()
+    for name in ("q", "k", "v", "attn_mask"):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, not list"):
+            attention(**{"q": q, "k": k, "v": v, name: [[1.0]]})
+    with pytest.raises(TypeError, match="k must be a tensor, not NoneType"):
+        attention(q, None, v)
+
+
+def test_heads_of_no_width_are_refused():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="head dim of q and k is 0"):
+        attention(q[..., :0], k[..., :0], v)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), float("-inf")])
+def test_a_scale_that_is_not_finite_is_refused(scale):
+    with pytest.raises(ValueError, match=f"scale is {scale}"):
+        attention(*qkv(), scale=scale)
+
+
 def test_tensors_on_different_devices_are_named():
     """B16."""
     q, k, v = qkv()
