@@ -2,7 +2,7 @@
 
     python examples/wan21_1_3b_text_to_video_h100.py Wan-AI/Wan2.1-T2V-1.3B "a cat surfing a wave at sunset"
 
-The model is a folder in the official or the diffusers layout, or a hub id; `tiny` is the embedded one.
+The model is a folder in the official or the diffusers layout, or a hub id.
 """
 
 import sys
