@@ -1,4 +1,4 @@
-"""Wan2.1 1.3B text to video on one NVIDIA GPU (written for an H100; any GPU with 16 GiB runs it).
+"""Wan2.1 1.3B text to video on one NVIDIA GPU (written for an H100; 21.7 GiB at most on an H200).
 
     python examples/wan21_1_3b_text_to_video_h100.py Wan-AI/Wan2.1-T2V-1.3B "a cat surfing a wave at sunset"
 

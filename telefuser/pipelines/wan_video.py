@@ -138,7 +138,7 @@ class WanPipeline:
             attention = AttentionConfig(attn_impl=AttnImplType.parse(attention))
         if attention.is_sparse():
             name = attention.attn_impl.name
-            raise ValueError(f"attention {name}: the pipeline has no sparse attention yet; choose a dense one, e.g. auto")
+            raise ValueError(f"attention {name}: the pipeline has no sparse attention, choose a dense one such as auto")
         found = checkpoint.inspect(path_or_id).require_usable()
         tokenizer = _tokenizer(found)
         if problems := _refused_settings(found):
