@@ -3,6 +3,7 @@
 import torch
 
 import telefuser.kernel.triton as kernels
+from telefuser.kernel.triton.launch import MAX_IN_REGISTERS
 from telefuser.ops.base import CustomOpFunction, register_custom_op
 from telefuser.ops.normalization import compute_dtype
 
@@ -135,13 +136,12 @@ def _norm_rotary_traced(q, k, q_weight, k_weight, cos, sin, num_heads, eps):
 
 
 def _norm_rotary_cuda(q, k, q_weight, k_weight, cos, sin, num_heads, eps):
-    if q.shape[-1] > _WIDEST_FUSED or k.dtype != q.dtype:
+    # The kernel holds a row in registers; published models are 5120 wide at most.
+    if q.shape[-1] > MAX_IN_REGISTERS or k.dtype != q.dtype:
         return _norm_rotary_native(q, k, q_weight, k_weight, cos, sin, num_heads, eps)
     return kernels.rms_norm_rotary(q, k, q_weight, k_weight, cos, sin, num_heads, eps)
 
 
-# The kernel holds a row in registers; published models are 5120 wide at most.
-_WIDEST_FUSED = 16384
 _norm_rotary = CustomOpFunction(
     "rms_norm_rotary", _norm_rotary_native, cuda_impl=_norm_rotary_cuda, traced_impl=_norm_rotary_traced
 )

@@ -153,7 +153,7 @@ def formula_after(total, given):
 @pytest.mark.usefixtures("poison_empty")
 @pytest.mark.parametrize("width", [100, 128])
 def test_rows_too_wide_for_registers_agree(width, device, monkeypatch):
-    monkeypatch.setattr(normalization, "MAX_IN_REGISTERS", 64)
+    monkeypatch.setattr(launch, "MAX_IN_REGISTERS", 64)
     monkeypatch.setattr(normalization, "BLOCK_OF_WIDE_ROWS", 32)
     x, y, gate, scale, shift = (torch.randn(2, 5, width, device=device) for _ in range(5))
     weight, bias = torch.randn(2, width, device=device)

@@ -1,7 +1,7 @@
 import torch
 
 from telefuser.kernel import jit, tl
-from telefuser.kernel.triton.rows import block_of, row_offset, row_views, warps_of
+from telefuser.kernel.triton.rows import block_of, row_offset, row_views, spread, warps_of
 
 
 @jit(do_not_specialize=["row", "n1", "n2"])
@@ -50,6 +50,18 @@ def test_views_keep_a_broadcast_unexpanded():
     for _, view in row_views(x, row.expand_as(x)):
         assert view.data_ptr() == row.data_ptr()
         assert 0 in view.stride()
+
+
+def test_a_vector_is_spread_as_a_view_and_copied_only_for_neighbouring_columns():
+    x, apart = torch.empty(2, 5, 8), torch.randn(8, 2).t()
+    wanted = apart[:, None].expand(2, 5, 8)
+    for dense, strides in ((False, (1, 0, 2)), (True, (8, 0, 1))):
+        view = spread(apart, x, dense)
+        assert torch.equal(view, wanted)
+        assert view.stride() == strides
+        assert (view.data_ptr() == apart.data_ptr()) is not dense
+    row = torch.randn(2, 1, 8)
+    assert spread(row, x, dense=True).data_ptr() == row.data_ptr()
 
 
 def test_block_holds_the_row_up_to_its_limit():

@@ -22,6 +22,8 @@ class Launch(NamedTuple):
     stages: int
 
 
+# Float32 values of a row that a program holds in registers: 64 a thread with the 256 threads of the safe settings.
+MAX_IN_REGISTERS = 16384
 # (widest row, settings) in rising order: 8 to 20 elements a thread make 16-byte accesses and leave registers for
 # several programs on a processor. Right on every device, so it serves those that nobody has measured.
 SAFE = ((512, Launch(32, 4, 1)), (1024, Launch(64, 4, 1)), (3072, Launch(128, 4, 1)), (1 << 62, Launch(256, 4, 1)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from telefuser.kernel import constexpr, jit, tl
-from telefuser.kernel.triton.rows import block_of, check, row_offset, row_views, sizes, strides, warps_of
+from telefuser.kernel.triton.rows import block_of, check, row_offset, row_views, sizes, spread, strides, warps_of
 
 MAX_BLOCK = 2048
 
@@ -46,7 +46,7 @@ def fused_scale_shift(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out
-    scale, shift = _spread(scale, x), _spread(shift, x)
+    scale, shift = spread(scale, x), spread(shift, x)
     for rows, factors, offsets, target in row_views(x, scale, shift, out):
         n0, n1, n2, width = sizes(rows)
         block = block_of(width, MAX_BLOCK)
@@ -56,9 +56,3 @@ def fused_scale_shift(
             width, BLOCK=block, num_warps=warps_of(block),
         )  # fmt: skip
     return out
-
-
-def _spread(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    if vector.dim() == 2 and x.dim() == 3:
-        vector = vector.unsqueeze(1)
-    return vector.expand(x.shape)

@@ -10,26 +10,14 @@ import torch
 
 from telefuser.kernel import constexpr, jit, tl
 from telefuser.kernel.triton import launch
-from telefuser.kernel.triton.rows import check, dense_columns, pieces
-
-# Float32 values of a row in registers.
-MAX_WIDTH = 16384
-
-
-@jit
-def _load(pointer, cols, mask):
-    if mask is None:
-        v = tl.load(pointer + cols)
-    else:
-        v = tl.load(pointer + cols, mask=mask, other=0.0)
-    return v.to(tl.float32)
+from telefuser.kernel.triton.rows import check, dense_columns, load, pieces
 
 
 @jit
 def _store_turned(v, weight, cols, mask, cos, sin, out, SIZE: constexpr):
     """`v` [SIZE] times the weight, its pairs (2i, 2i+1) turned by cos and sin [SIZE / 2], rounded and stored."""
     if weight is not None:
-        v *= _load(weight, cols, mask)
+        v *= load(weight, cols, mask)
     a, b = tl.split(tl.reshape(v, [SIZE // 2, 2]))
     v = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), [SIZE])
     tl.store(out + cols, v.to(out.dtype.element_ty), mask=mask)
@@ -56,12 +44,12 @@ def _rms_norm_rotary_kernel(
         # All loads come before the first sum, which every thread waits for.
         q_row, cos_row, sin_row = q + i0 * q0 + i1 * q1, cos + i0 * cos0 + i1 * cos1, sin + i0 * sin0 + i1 * sin1
         k_row = k + i0 * k0 + i1 * k1
-        q_head, k_head = _load(q_row, head, None), _load(k_row, head, None)
+        q_head, k_head = load(q_row, head, None), load(k_row, head, None)
         if TAIL > 0:
-            q_tail, k_tail = _load(q_row, tail, mask), _load(k_row, tail, mask)
-            c_tail, s_tail = _load(cos_row, tail_pairs % HALF, pair_mask), _load(sin_row, tail_pairs % HALF, pair_mask)
+            q_tail, k_tail = load(q_row, tail, mask), load(k_row, tail, mask)
+            c_tail, s_tail = load(cos_row, tail_pairs % HALF, pair_mask), load(sin_row, tail_pairs % HALF, pair_mask)
         angle = tl.arange(0, HEAD // 2) % HALF
-        c_head, s_head = _load(cos_row, angle, None), _load(sin_row, angle, None)
+        c_head, s_head = load(cos_row, angle, None), load(sin_row, angle, None)
 
         squares = tl.sum(q_head * q_head, 0)
         if TAIL > 0:
@@ -99,10 +87,10 @@ def rms_norm_rotary(
     check("rms_norm_rotary", q, width, q_weight=q_weight, k_weight=k_weight)
     if k.shape != q.shape or k.dtype != q.dtype:
         raise ValueError(f"rms_norm_rotary: q is {q.dtype} {tuple(q.shape)}, k is {k.dtype} {tuple(k.shape)}")
-    if q.dim() != 3 or width > MAX_WIDTH or width % (2 * num_heads):
+    if q.dim() != 3 or width > launch.MAX_IN_REGISTERS or width % (2 * num_heads):
         raise ValueError(
-            f"rms_norm_rotary takes [B, S, C] with C at most {MAX_WIDTH} and {num_heads} heads of an even width, "
-            f"not {tuple(q.shape)}"
+            f"rms_norm_rotary takes [B, S, C] with C at most {launch.MAX_IN_REGISTERS} and {num_heads} heads of an "
+            f"even width, not {tuple(q.shape)}"
         )
     batch, tokens, _ = q.shape
     half = width // num_heads // 2

@@ -11,30 +11,19 @@ import torch
 
 from telefuser.kernel import constexpr, jit, tl
 from telefuser.kernel.triton import launch
-from telefuser.kernel.triton.rows import check, dense_columns, pieces, spread, token_views
+from telefuser.kernel.triton.rows import check, dense_columns, load, pieces, spread, token_views
 
-# Float32 values of a row in registers: 16384 is 32 a thread with the 512 threads of a program this wide.
-MAX_IN_REGISTERS = 16384
 BLOCK_OF_WIDE_ROWS = 4096
-
-
-@jit
-def _load(pointer, cols, mask):
-    if mask is None:
-        v = tl.load(pointer + cols)
-    else:
-        v = tl.load(pointer + cols, mask=mask, other=0.0)
-    return v.to(tl.float32)
 
 
 @jit
 def _residual(x, y, y_at, gate, gate_at, total, cols, mask):
     """x, or x + gate * y, which is rounded to the dtype of `total`, stored there, and goes on as rounded."""
-    v = _load(x, cols, mask)
+    v = load(x, cols, mask)
     if y is not None:
-        added = _load(y + y_at, cols, mask)
+        added = load(y + y_at, cols, mask)
         if gate is not None:
-            added = added * _load(gate + gate_at, cols, mask)
+            added = added * load(gate + gate_at, cols, mask)
         rounded = (v + added).to(total.dtype.element_ty)
         tl.store(total + cols, rounded, mask=mask)
         v = rounded.to(tl.float32)
@@ -45,9 +34,9 @@ def _residual(x, y, y_at, gate, gate_at, total, cols, mask):
 def _factor(weight, scale, scale_at, cols, mask):
     factor = 1.0
     if scale is not None:
-        factor = 1.0 + _load(scale + scale_at, cols, mask)
+        factor = 1.0 + load(scale + scale_at, cols, mask)
     if weight is not None:
-        factor = factor * _load(weight, cols, mask)
+        factor = factor * load(weight, cols, mask)
     return factor
 
 
@@ -56,11 +45,11 @@ def _offset(bias, scale, scale_at, shift, shift_at, cols, mask):
     """What bias and shift add behind the factor: (n * weight + bias) * (1 + scale) + shift."""
     offset = 0.0
     if bias is not None:
-        offset = _load(bias, cols, mask)
+        offset = load(bias, cols, mask)
         if scale is not None:
-            offset = offset * (1.0 + _load(scale + scale_at, cols, mask))
+            offset = offset * (1.0 + load(scale + scale_at, cols, mask))
     if shift is not None:
-        offset = offset + _load(shift + shift_at, cols, mask)
+        offset = offset + load(shift + shift_at, cols, mask)
     return offset
 
 
@@ -228,7 +217,7 @@ def _launch(
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     x, y = dense_columns(x), y if y is None else dense_columns(y)
-    gate, scale, shift = (v if v is None else spread(v, x) for v in (gate, scale, shift))
+    gate, scale, shift = (v if v is None else spread(v, x, dense=True) for v in (gate, scale, shift))
     given = (x, y, gate, scale, shift, total, out)
     present = [t for t in given if t is not None]
     for views in token_views(*present):
@@ -242,7 +231,7 @@ def _run(x, y, gate, scale, shift, total, out, weight, bias, eps, rms) -> None:
     n0, n1, width = x.shape
     tensors = (x, y, gate, weight, bias, scale, shift, total, out)
     strides = (*_steps(x), *_steps(y), *_steps(gate), *_steps(scale), *_steps(shift))
-    if width > MAX_IN_REGISTERS:
+    if width > launch.MAX_IN_REGISTERS:
         _norm_wide_kernel[(n0 * n1,)](
             *tensors, n1, *strides, width, eps, RMS=rms, BLOCK=BLOCK_OF_WIDE_ROWS, num_warps=8
         )

@@ -25,6 +25,16 @@ def row_offset(row, n1, n2, s0, s1, s2):
     return i0 * s0 + i1 * s1 + i2 * s2
 
 
+@jit
+def load(pointer, cols, mask):
+    """Neighbouring elements in float32; mask None where all lanes are in the row, so that the load stays whole."""
+    if mask is None:
+        v = tl.load(pointer + cols)
+    else:
+        v = tl.load(pointer + cols, mask=mask, other=0.0)
+    return v.to(tl.float32)
+
+
 def sizes(x: torch.Tensor) -> tuple[int, int, int, int]:
     """The shape of `x` (rank 1 to 4) with ones in front."""
     return (1,) * (4 - x.dim()) + tuple(x.shape)
@@ -102,11 +112,16 @@ def pieces(width: int) -> tuple[int, int]:
     return head, block_of(width - head, head) if width > head else 0
 
 
-def spread(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A view of `vector` with x's shape and neighbouring columns; a [B, D] beside a [B, S, D] x means [B, 1, D]."""
+def spread(vector: torch.Tensor, x: torch.Tensor, dense: bool = False) -> torch.Tensor:
+    """A view of `vector` with x's shape; a [B, D] beside a [B, S, D] x means [B, 1, D].
+
+    dense: with neighbouring columns, for which the rows that `vector` itself has are copied where they lack them.
+    """
     if vector.dim() == 2 and x.dim() == 3:
         vector = vector.unsqueeze(1)
-    return dense_columns(vector.expand(*vector.shape[:-1], x.shape[-1])).expand(x.shape)
+    if dense:
+        vector = dense_columns(vector.expand(*vector.shape[:-1], x.shape[-1]))
+    return vector.expand(x.shape)
 
 
 def dense_columns(x: torch.Tensor) -> torch.Tensor:
