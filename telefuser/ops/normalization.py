@@ -60,6 +60,17 @@ class _Norm(CustomOp):
             raise ValueError(f"{type(self).__name__} over {self.dim} elements got a tensor of shape {tuple(x.shape)}")
 
 
+def rms_norm_unrounded(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """`RMSNorm`'s formula for x [..., D], weight and bias [D] or None, left in the dtype that it is computed in."""
+    h = x.to(compute_dtype(x))
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        h = h * weight.to(h.dtype)
+    return h if bias is None else h + bias.to(h.dtype)
+
+
 class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * weight + bias over the last dimension.
 
@@ -82,13 +93,7 @@ class RMSNorm(_Norm):
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         self._check_width(x)
-        h = x.to(compute_dtype(x))
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
-        if self.weight is not None:
-            h = h * self.weight.to(h.dtype)
-        if self.bias is not None:
-            h = h + self.bias.to(h.dtype)
-        return h.to(x.dtype)
+        return rms_norm_unrounded(x, self.weight, self.bias, self.eps).to(x.dtype)
 
     def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
         self._check_width(x)

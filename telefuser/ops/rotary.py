@@ -5,7 +5,7 @@ import torch
 import telefuser.kernel.triton as kernels
 from telefuser.kernel.triton.launch import MAX_IN_REGISTERS
 from telefuser.ops.base import CustomOpFunction, register_custom_op
-from telefuser.ops.normalization import compute_dtype
+from telefuser.ops.normalization import rms_norm_unrounded
 
 
 def _rotary_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -114,15 +114,9 @@ def _beside(name: str, table: torch.Tensor, x: torch.Tensor, axis: int) -> torch
     return table.movedim(1, axis)
 
 
-def _normed(x, weight, eps):
-    h = x.to(compute_dtype(x))
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    return h if weight is None else h * weight.to(h.dtype)
-
-
 def _norm_rotary_native(q, k, q_weight, k_weight, cos, sin, num_heads, eps):
     return tuple(
-        _rotary_native(_normed(x, weight, eps).unflatten(-1, (num_heads, -1)), cos, sin).to(x.dtype)
+        _rotary_native(rms_norm_unrounded(x, weight, None, eps).unflatten(-1, (num_heads, -1)), cos, sin).to(x.dtype)
         for x, weight in ((q, q_weight), (k, k_weight))
     )
 
@@ -130,7 +124,7 @@ def _norm_rotary_native(q, k, q_weight, k_weight, cos, sin, num_heads, eps):
 def _norm_rotary_traced(q, k, q_weight, k_weight, cos, sin, num_heads, eps):
     # The norm is rounded here, so that the opaque rotation behind it reads half of what float32 would be.
     return tuple(
-        _rotary(_normed(x, weight, eps).to(x.dtype).unflatten(-1, (num_heads, -1)), cos, sin)
+        _rotary(rms_norm_unrounded(x, weight, None, eps).to(x.dtype).unflatten(-1, (num_heads, -1)), cos, sin)
         for x, weight in ((q, q_weight), (k, k_weight))
     )
 
