@@ -63,11 +63,13 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="What the video shows.", show_default=False)] = None,
     output: Annotated[
         str | None,
-        typer.Option("-o", "--output", help="A file, a folder, or a name with {n}, {prompt} or {seed} in it."),
+        typer.Option(
+            "-o", "--output", help="A file (.mp4, .mov, .mkv), a folder/, or a name with {n}, {prompt} or {seed} in it."
+        ),
     ] = None,
     model: Annotated[str, typer.Option(help="'tiny' (comes with TeleFuser), a folder, or a hub id.")] = "tiny",
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, for example 832x480.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Number of frames, 4n + 1.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Number of frames: 4n + 1, for example 81.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Weight of the prompt; 1 turns guidance off.")] = None,
     shift: Annotated[float | None, typer.Option(help="Shift of the noise levels; more for larger videos.")] = None,
@@ -82,7 +84,9 @@ def generate(
     ] = None,
     offload: Annotated[
         bool | None,
-        typer.Option("--offload/--no-offload", help="Keep models on the host between stages. By default if short."),
+        typer.Option(
+            "--offload/--no-offload", help="Keep models on the host between stages. By default where memory is short."
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print the path only.")] = False,
