@@ -161,6 +161,32 @@ class BackendTable:
         self._broken[impl] = f"it failed when called: {_first_line(error)}"
         self.warn_once((impl, "broken"), f"{self.title}: {impl.name} is left out: {self._broken[impl]}")
 
+    def run(
+        self,
+        choose: Callable[[], tuple[Backend, Entry]],
+        compute: Callable[[Backend, Entry], Any],
+        first: tuple[Backend, Entry] | None = None,
+        is_replaceable: bool = True,
+    ) -> Any:
+        """`compute` with what `choose` names; a backend that fails is marked broken and `choose` asked for the next.
+
+        first: a choice that the caller has made already, tried before `choose` is asked.
+        is_replaceable: False for a backend that was asked for by name; its error is then the caller's. So is one of
+        the fallback, and running out of memory, which says nothing about the backend.
+        """
+        record, entry = first or choose()
+        while True:
+            try:
+                return compute(record, entry)
+            except torch.OutOfMemoryError:
+                raise
+            # A package can fail in any way. Nobody asked for it by name: the error is logged and the next one tried.
+            except Exception as error:
+                if not is_replaceable or record.impl is self.fallback:
+                    raise
+                self.mark_broken(record.impl, error)
+            record, entry = choose()
+
     def warn_once(self, key: tuple, text: str) -> None:
         """Log `text` as a warning unless something was logged under `key` in this process."""
         if key not in self._warned:

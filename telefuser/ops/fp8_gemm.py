@@ -211,19 +211,12 @@ def _multiply(choice, x, x_scale, weight, weight_scale, bias, dtype):
     if x.numel() == 0:
         return native_linear(x.to(dtype), weight, weight_scale, bias)
     rows, scales = x.reshape(-1, x.shape[-1]).contiguous(), x_scale.reshape(-1, 1).contiguous()
-    while True:
-        record, entry = choice
-        try:
-            out = _run(record, entry, rows, scales, weight, weight_scale, bias, dtype)
-            return out.view(*x.shape[:-1], weight.shape[0])
-        except torch.OutOfMemoryError:
-            raise
-        # Nobody asked for this package by name: what it fails with is logged, and the next one tried.
-        except Exception as error:
-            if record.impl is TABLE.fallback:
-                raise
-            TABLE.mark_broken(record.impl, error)
-            choice = choose(x.device, weight)
+    out = TABLE.run(
+        lambda: choose(x.device, weight),
+        lambda record, entry: _run(record, entry, rows, scales, weight, weight_scale, bias, dtype),
+        first=choice,
+    )
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _run(record, entry, x, x_scale, weight, weight_scale, bias, dtype):

@@ -1,5 +1,6 @@
 """The table mechanism on a table of its own: presence, probing, fallback, one warning."""
 
+import functools
 import logging
 import sys
 import types
@@ -226,6 +227,37 @@ def test_a_backend_that_failed_is_left_out_with_one_warning(on, package, caplog)
     assert len(caplog.records) == 1
     table.forget()
     assert table.reason(Kind.VENDOR) is None
+
+
+def test_the_next_backend_runs_where_one_fails(caplog):
+    table = table_with()
+    ran = []
+
+    def choose():
+        name = Kind.VENDOR if table.reason(Kind.VENDOR) is None else Kind.PLAIN
+        return table.record(name), Entry()
+
+    def compute(record, entry, error=RuntimeError):
+        ran.append(record.impl)
+        if record.impl is Kind.VENDOR:
+            raise error("no kernel image")
+        return 3
+
+    def always_fails(record, entry):
+        raise KeyError(record.impl.name)
+
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        table.run(choose, compute, is_replaceable=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        table.run(choose, functools.partial(compute, error=torch.OutOfMemoryError))
+    # Neither says that the backend is broken.
+    assert table.reason(Kind.VENDOR) is None
+    ran.clear()
+    assert table.run(choose, compute, first=(table.record(Kind.VENDOR), Entry())) == 3
+    assert ran == [Kind.VENDOR, Kind.PLAIN]
+    assert "VENDOR is left out: it failed when called: no kernel image" in caplog.text
+    with pytest.raises(KeyError, match="PLAIN"):
+        table.run(choose, always_fails)
 
 
 def test_answers_follow_the_device_and_the_platform(on):

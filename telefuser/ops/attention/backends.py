@@ -249,17 +249,11 @@ def sparge_attn(entry: Entry, call: Call):
 
 def run_chosen(impl: AttnImplType, call: Call, strict: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out [B, N, Sq, Dv] and lse or None, by what `choose` names; AUTO goes on to the next where a package fails."""
-    while True:
-        record, entry = choose(impl, call, strict)
-        try:
-            return run(record, entry, call)
-        except torch.OutOfMemoryError:
-            raise
-        # Whoever asked for AUTO did not ask for this package: what it fails with is logged, and the next one tried.
-        except Exception as error:
-            if impl is not AttnImplType.AUTO or record.impl is TABLE.fallback:
-                raise
-            TABLE.mark_broken(record.impl, error)
+    return TABLE.run(
+        lambda: choose(impl, call, strict),
+        lambda record, entry: run(record, entry, call),
+        is_replaceable=impl is AttnImplType.AUTO,
+    )
 
 
 def choose(impl: AttnImplType, call: Call, strict: bool = False) -> tuple[DenseBackend, Entry]:

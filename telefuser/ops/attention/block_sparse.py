@@ -95,17 +95,7 @@ def block_sparse_attention(
         raise ValueError(f"the block mask {tuple(mask.keep.shape)} does not fit batch {batch} and {heads} heads")
     if mask.keep.device != call.q.device:
         raise ValueError(f"the block mask is on {mask.keep.device} and q on {call.q.device}; make it on q's device")
-    while True:
-        record, entry = _choose(call, mask, quantised)
-        try:
-            return _run(record, entry, call, mask)
-        except torch.OutOfMemoryError:
-            raise
-        # Nobody asked for this package by name: what it fails with is logged, and the next one tried.
-        except Exception as error:
-            if record.impl is TABLE.fallback:
-                raise
-            TABLE.mark_broken(record.impl, error)
+    return TABLE.run(lambda: _choose(call, mask, quantised), lambda record, entry: _run(record, entry, call, mask))
 
 
 def _choose(call: Call, mask: BlockMask, quantised: bool) -> tuple[SparseBackend, Entry]:
