@@ -5,6 +5,7 @@ A tensor of rank 4 or less is walked through its strides as they are (stride 0 o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -103,6 +104,7 @@ def token_views(*tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
     return [views for parts in zip(*(t.unbind(0) for t in tensors)) for views in token_views(*parts)]
 
 
+@functools.lru_cache(1024)
 def pieces(width: int) -> tuple[int, int]:
     """Powers of two (head, tail) with head <= width <= head + tail; the tail is 0 where the head is all.
 
