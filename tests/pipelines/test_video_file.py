@@ -242,3 +242,11 @@ def test_foreign_comments_are_no_metadata(tmp_path):
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     assert read_video(tmp_path / "other.mp4")[2] == {}
+
+
+def test_the_same_frames_give_the_same_file(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (5, 15, 26, 3), generator=generator, dtype=torch.uint8)
+    frames = blocks.repeat_interleave(16, 1).repeat_interleave(16, 2)
+    files = [write_video(frames, tmp_path / f"{index}.mp4", 8, {}) for index in range(4)]
+    assert len({file.read_bytes() for file in files}) == 1
