@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from telefuser import __version__, platforms
-from telefuser.core import checkpoint
+from telefuser.core import checkpoint, wan_layout
 from telefuser.core.checkpoint import Checkpoint, CheckpointError
 from telefuser.core.config import AttentionConfig, AttnImplType
 from telefuser.core.model_loading import meta_parameters
@@ -28,6 +29,8 @@ from telefuser.pipelines.prompt import PromptTokenizer, encode_rows
 from telefuser.pipelines.request import GenerationRequest, parse_size, resolve_dtype, validate_request
 from telefuser.pipelines.video_file import write_video
 from telefuser.schedulers import make_scheduler
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "NonFiniteError",
@@ -107,6 +110,7 @@ class WanPipeline:
         self.defaults, self.device, self.name = dict(defaults), platforms.resolve_device(device), name
         self.loaded_as = {"dtype": str(next(dit.parameters()).dtype).removeprefix("torch."), **(loaded_as or {})}
         self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._warned_sizes: set[tuple[int, ...]] = set()
 
     @classmethod
     def from_pretrained(
@@ -210,6 +214,7 @@ class WanPipeline:
             seed=seed,
             scheduler=scheduler,
         )
+        self._warn_of_another_size(request)
         vae_dim = self.vae.encoder.conv1.weight.shape[0]
         placement.require_memory(self.device, request.width, request.height, request.num_frames, self.dit.dim, vae_dim)
         shared: list[Stage] = []
@@ -226,6 +231,17 @@ class WanPipeline:
                     frames = decode_or_keep(self.vae, latents, settings)
                 videos.append(WanVideo(frames, request.fps, seed_i, settings, stages))
         return videos[0] if isinstance(prompt, str) else videos
+
+    def _warn_of_another_size(self, request: GenerationRequest) -> None:
+        """Once a size. The published models draw many sizes; one with a size of its own was trained at that alone."""
+        names = ("width", "height", "num_frames")
+        official = wan_layout.default_settings({})
+        own, asked = tuple(self.defaults[name] for name in names), tuple(getattr(request, name) for name in names)
+        if own in (asked, tuple(official[name] for name in names)) or asked in self._warned_sizes:
+            return
+        self._warned_sizes.add(asked)
+        sizes = "made for {}x{}, {} frames; at {}x{}, {} frames".format(*own, *asked)
+        logger.warning("this model is %s what it draws may be wrong", sizes)
 
     @torch.no_grad()
     def decode_latents(self, latents: torch.Tensor, tiled: bool = False) -> torch.Tensor:

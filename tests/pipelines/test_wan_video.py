@@ -360,3 +360,12 @@ def test_only_the_chosen_gpu_is_used(tiny_folder):
     torch.cuda.reset_peak_memory_stats(0)
     WanPipeline.from_pretrained(tiny_folder, "cuda:1")("a cat", seed=0, steps=1)
     assert torch.cuda.max_memory_allocated(0) == before
+
+
+def test_a_model_with_a_size_of_its_own_warns_once_of_another(tiny_folder, caplog):
+    pipeline = WanPipeline.from_pretrained(tiny_folder, "cpu")
+    pipeline("a cat", seed=0, steps=1)
+    assert "made for" not in caplog.text
+    for _ in range(2):
+        pipeline("a cat", seed=0, steps=1, width=32)
+    assert caplog.text.count("made for 48x32, 5 frames; at 32x32, 5 frames") == 1
