@@ -191,22 +191,6 @@ def describe_choice(device: torch.device | str | None = None) -> str:
     return f"{line} ({reasons})" if reasons else line
 
 
-def fp8_gemm(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """(x * x_scale) (weight * weight_scale)ᵀ + bias in `dtype`, for operators that hand their result on in FP8.
-
-    x [..., K] and weight [N, K] in the same FP8 dtype, x_scale [..., 1] and weight_scale [N, 1] float32, as
-    `quantize_rows` gives them; bias [N], any float dtype, or None. Returns [..., N].
-    """
-    return _multiply(choose(x.device, weight), x, x_scale, weight, weight_scale, bias, dtype)
-
-
 def _multiply(choice, x, x_scale, weight, weight_scale, bias, dtype):
     if x.numel() == 0:
         return native_linear(x.to(dtype), weight, weight_scale, bias)
@@ -235,6 +219,13 @@ def _fake(x, x_scale, weight, weight_scale, bias, dtype):
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
+def _gemm_eager(x, x_scale, weight, weight_scale, bias, dtype):
+    choice = choose(x.device, weight)
+    if choice[0].impl is QuantKernelBackend.NATIVE:
+        return native_linear(dequantize_rows(x, x_scale, dtype), weight, weight_scale, bias)
+    return _multiply(choice, x, x_scale, weight, weight_scale, bias, dtype)
+
+
 @register_custom_op("fp8_gemm", fake_impl=_fake)
 def _fp8_gemm_opaque(
     x: torch.Tensor,
@@ -244,7 +235,13 @@ def _fp8_gemm_opaque(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    return fp8_gemm(x, x_scale, weight, weight_scale, bias, dtype)
+    return _gemm_eager(x, x_scale, weight, weight_scale, bias, dtype)
+
+
+def _gemm_traced(x, x_scale, weight, weight_scale, bias, dtype):
+    if not _multiplies_fp8(x.device, weight.dtype, *weight.shape):
+        return native_linear(dequantize_rows(x, x_scale, dtype), weight, weight_scale, bias)
+    return _fp8_gemm_opaque(x, x_scale, weight, weight_scale, bias, dtype)
 
 
 def _needs_grad(*tensors: torch.Tensor | None) -> bool:
@@ -285,7 +282,24 @@ def _multiplies_fp8(device: torch.device, dtype: torch.dtype, rows: int, columns
 _multiplies_fp8._dynamo_marked_constant = True
 
 # Called with keywords only: the shared rule would ask positional tensors for gradients, and the forms do it themselves.
+_fp8_gemm = CustomOpFunction("fp8_gemm", _gemm_eager, compiled_impl=_gemm_traced)
 _fp8_linear = CustomOpFunction("fp8_linear", _eager, compiled_impl=_traced)
+
+
+def fp8_gemm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """(x * x_scale) (weight * weight_scale)ᵀ + bias in `dtype`, for operators that hand their result on in FP8.
+
+    x [..., K] and weight [N, K] in the same FP8 dtype, x_scale [..., 1] and weight_scale [N, 1] float32, as
+    `quantize_rows` gives them; bias [N], any float dtype, or None. Returns [..., N].
+    """
+    return _fp8_gemm(x=x, x_scale=x_scale, weight=weight, weight_scale=weight_scale, bias=bias, dtype=dtype)
 
 
 def fp8_linear(

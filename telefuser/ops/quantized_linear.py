@@ -6,15 +6,16 @@ Inference only: the weight is a constant. A gradient reaches the input and the b
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from telefuser.ops.fp8_gemm import fp8_linear
+from telefuser.ops.fp8_gemm import fp8_gemm, fp8_linear
 from telefuser.ops.fp8_quantization import FP8_DTYPES, dequantize_rows, hardware_dtype, quantize_weight
+from telefuser.ops.quantized_rows import QuantizedRows
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ class LinearFP8(nn.Module):
     State dict: `weight` [out, in] FP8, `weight_scale` [out, 1] float32, `bias` [out] or absent. `.to(dtype)`, `.half()`
     and the like change the bias only. Input [..., in] of any float dtype; the output has its dtype, or autocast's. What
     multiplies is chosen by `fp8_gemm`; where the machine multiplies FP8, every row of the input is quantised with a
-    scale of its own. A layer on the CPU follows an input that is on an accelerator.
+    scale of its own. An input that comes as `QuantizedRows` is multiplied as it is; the output then has autocast's
+    dtype, or the layer's `compute_dtype`. A layer on the CPU follows an input that is on an accelerator.
 
     original_linear: gives weight, bias and sizes, and is left as it is; on "meta" the layer is on "meta" too.
     data_type: torch.float8_e4m3fn, torch.float8_e5m2 or their fnuz variants. AMD's CDNA3 computes the latter only, so
@@ -65,35 +67,72 @@ class LinearFP8(nn.Module):
             )
         bias = original_linear.bias
         # Not the parameter itself: casting this layer would cast the original's bias.
-        self._assemble(quantized, scale, None if bias is None else bias.detach())
+        self._assemble(quantized, scale, None if bias is None else bias.detach(), weight.dtype)
         self.train(original_linear.training)
 
     @classmethod
     def from_quantized(
-        cls, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
+        cls,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> "LinearFP8":
-        """A layer around an FP8 weight [out, in] as it is, with its scale [out, 1], [out] or a single number."""
+        """A layer around an FP8 weight [out, in] as it is, with its scale [out, 1], [out] or a single number.
+
+        dtype: the `compute_dtype` of a layer without bias.
+        """
         _check_dtype("the weight", weight.dtype)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._assemble(weight.contiguous(), _column(weight_scale, weight.shape[0]), bias)
+        layer._assemble(weight.contiguous(), _column(weight_scale, weight.shape[0]), bias, dtype)
         return layer
 
-    def _assemble(self, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None):
+    def _assemble(
+        self, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ):
         self.out_features, self.in_features = weight.shape
         self.weight = _constant(weight)
         self.weight_scale = _constant(weight_scale)
         self.register_parameter("bias", None if bias is None else _constant(bias))
+        self._dtype = dtype
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that stands for the layer: of its bias, else of the weight it was made from; casts change it."""
+        return self._dtype if self.bias is None else self.bias.dtype
+
+    def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+        if isinstance(x, QuantizedRows):
+            return self._multiply_rows(x)
         if x.dtype not in _WIDE_DTYPES or x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"LinearFP8 takes floating point [..., {self.in_features}], got {x.dtype} of shape {tuple(x.shape)}"
             )
-        if self.weight.device.type == "cpu" and x.device.type not in ("cpu", "meta"):
+        self._follow(x.device)
+        dtype = _autocast_or(x.dtype, x.device.type)
+        return fp8_linear(x.to(dtype), self.weight, self.weight_scale, self.bias)
+
+    def _multiply_rows(self, x: QuantizedRows) -> torch.Tensor:
+        values, scales = x
+        if values.dtype is not self.weight.dtype or values.dim() == 0 or values.shape[-1] != self.in_features:
+            raise ValueError(
+                f"LinearFP8 takes quantised rows of {self.weight.dtype} [..., {self.in_features}], got "
+                f"{values.dtype} of shape {tuple(values.shape)}"
+            )
+        if scales.shape != (*values.shape[:-1], 1) or scales.dtype is not torch.float32:
+            raise ValueError(
+                f"LinearFP8 takes one float32 scale a row, {(*values.shape[:-1], 1)}, got {scales.dtype} of shape "
+                f"{tuple(scales.shape)}"
+            )
+        self._follow(values.device)
+        dtype = _autocast_or(self.compute_dtype, values.device.type)
+        return fp8_gemm(values, scales, self.weight, self.weight_scale, self.bias, dtype)
+
+    def _follow(self, device: torch.device) -> None:
+        if self.weight.device.type == "cpu" and device.type not in ("cpu", "meta"):
             with torch.inference_mode(False):
-                self.to(x.device)
-        return fp8_linear(x.to(_compute_dtype(x)), self.weight, self.weight_scale, self.bias)
+                self.to(device)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """weight * weight_scale [out, in] in `dtype`, for code that needs a weight of real numbers."""
@@ -115,6 +154,7 @@ class LinearFP8(nn.Module):
             probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             return fn(tensor) if probe.dtype is tensor.dtype else tensor.to(probe.device)
 
+        self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.weight.device)).dtype
         return super()._apply(keep_dtype, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,12 +219,41 @@ def _constant(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+def _autocast_or(dtype: torch.dtype, device_type: str) -> torch.dtype:
     """The dtype of the result, by the rule of nn.Linear: autocast's where it is on, which leaves float64 alone."""
-    device_type = x.device.type
-    if x.dtype is not torch.float64 and device_type != "meta" and torch.is_autocast_enabled(device_type):
+    if dtype is not torch.float64 and device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    return x.dtype
+    return dtype
+
+
+def merge_linears(layers: Sequence[LinearFP8]) -> LinearFP8:
+    """One layer that gives what `layers` give on the same input, side by side in the last dimension.
+
+    Rows of a weight have scales of their own, so every value is that of its layer alone. The layers stay as they are:
+    weights exist twice until the caller drops them. Where some have a bias, the others get one of zeros.
+    Raises ValueError for no layer, one that is no LinearFP8, or layers of different in_features, FP8 dtype or device.
+    """
+    layers = list(layers)
+    if not layers or not all(isinstance(layer, LinearFP8) for layer in layers):
+        found = ", ".join(type(layer).__name__ for layer in layers) or "none"
+        raise ValueError(f"merge_linears joins one LinearFP8 or more, got {found}; call replace_linear_layers first")
+    first = layers[0]
+    for layer in layers:
+        kind = (layer.in_features, layer.weight.dtype, layer.weight.device)
+        if kind != (first.in_features, first.weight.dtype, first.weight.device):
+            raise ValueError(
+                f"merge_linears joins layers that take the same input in the same way; got {first.in_features} "
+                f"features, {first.weight.dtype} on {first.weight.device} beside {kind[0]}, {kind[1]} on {kind[2]}"
+            )
+    with torch.no_grad():
+        # torch.cat has no FP8 form on some devices; bytes it joins everywhere.
+        weight = torch.cat([layer.weight.view(torch.uint8) for layer in layers]).view(first.weight.dtype)
+        scale, bias = torch.cat([layer.weight_scale for layer in layers]), None
+        if any(layer.bias is not None for layer in layers):
+            wide = next(layer.bias for layer in layers if layer.bias is not None)
+            zeros = [wide.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+            bias = torch.cat(zeros)
+    return LinearFP8.from_quantized(weight, scale, bias, first.compute_dtype).train(first.training)
 
 
 @dataclass(frozen=True)
@@ -288,7 +357,8 @@ def _replace(places: list[list[_Place]], quant_type: torch.dtype) -> None:
             raise ValueError(f"{name}: {error}") from error
         if key in shared:
             bias = None if bias is None else bias.detach()
-            layer = LinearFP8.from_quantized(layer.weight, layer.weight_scale, bias).train(linear.training)
+            layer = LinearFP8.from_quantized(layer.weight, layer.weight_scale, bias, layer.compute_dtype)
+            layer.train(linear.training)
         uses[key] -= 1
         if uses[key]:
             shared[key] = layer
