@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from telefuser.core import wan_config, wan_folder, wan_keys, wan_layout
-from telefuser.core.model_loading import KeyTranslation, load_model, match_keys
+from telefuser.core.fp8_layout import separate_scales
+from telefuser.core.model_loading import KeyTranslation, Quantizer, load_model, match_keys
 from telefuser.core.weight_files import FLOATING, CheckpointError, WeightSet, brief, read_json
 
 # Names that quantised checkpoints give to scales, zero points and packed weights.
@@ -62,6 +63,12 @@ class Component:
         return sum(torch.Size(entry.shape).numel() for entry in self.weights.entries.values())
 
     @property
+    def fp8_layers(self) -> tuple[str, ...]:
+        """Official names of the layers whose weights are stored in FP8 with scales."""
+        keys = (self.key_map(key) if self.key_map else key for key in self.weights.scales)
+        return tuple(key.removesuffix(".weight") for key in keys)
+
+    @property
     def num_bytes(self) -> int:
         """Size of the files."""
         return sum(file.stat().st_size for file in self.files)
@@ -78,6 +85,7 @@ class Component:
         dtype: torch.dtype | None,
         device: torch.device | str = "cpu",
         fp32_fragments: Iterable[str] = (),
+        quantize: Quantizer | None = None,
     ) -> nn.Module:
         """`load_model` with this component's files, config and key map; `from_config` is the model class's own."""
         return load_model(
@@ -87,6 +95,7 @@ class Component:
             fp32_fragments=fp32_fragments,
             device=device,
             key_map=self.key_map,
+            quantize=quantize,
         )
 
 
@@ -99,6 +108,7 @@ def judge(folder: Path, layout: str, name: str) -> Component:
     weights = WeightSet(wan_folder.find_weights(folder, layout, name))
     spelling = _key_map(weights, layout, name, given)
     key_map = spelling.to_official if spelling else None
+    separate_scales(weights)
     _refuse_quantised(weights)
     shapes = {}
     for key, entry in weights.entries.items():
@@ -220,10 +230,13 @@ def _check_vae(config_file: Path, config: dict) -> None:
 def _refuse_quantised(weights: WeightSet) -> None:
     scales = [key for key in weights.entries if key.rpartition(".")[2] in _QUANTISED_NAMES]
     for key, entry in weights.entries.items():
+        if key in weights.scales:
+            continue
         if entry.dtype not in FLOATING or key in scales:
             kind = "with scales" if scales else "without scales, so their values cannot be restored"
             raise CheckpointError(
-                f"{entry.file}: '{key}' is {entry.dtype}: quantised weights {kind}. Use the bf16, fp16 or fp32 weights."
+                f"{entry.file}: '{key}' is {entry.dtype}: quantised weights {kind}. Use the bf16, fp16 or fp32 "
+                "weights, or FP8 weights with a scale each."
             )
 
 

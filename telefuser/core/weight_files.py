@@ -71,6 +71,8 @@ class WeightSet:
     def __init__(self, files: Iterable[Path]):
         self.files = tuple(Path(file) for file in files)
         self.entries: dict[str, TensorEntry] = {}
+        # FP8 weight -> key and header of its scale; filled by core/fp8_layout.py, which takes them out of `entries`.
+        self.scales: dict[str, tuple[str, TensorEntry]] = {}
         for file in self.files:
             for key, entry in read_header(file).items():
                 if key in self.entries:
@@ -98,14 +100,31 @@ class WeightSet:
                 yield key, read(key)
                 budget -= entry.num_bytes
 
+    def read_scales(self) -> dict[str, torch.Tensor]:
+        """FP8 weight -> its scale, float32 [1, 1] or [rows, 1]. 0.1 MB a block of the 14B model.
+
+        Raises CheckpointError for one that is NaN or infinite.
+        """
+        found = {}
+        for file in self.files:
+            read = _reader(file)
+            for weight, (key, entry) in self.scales.items():
+                if entry.file == file:
+                    found[weight] = read(key).to(torch.float32, copy=True).view(-1, 1)
+                    if not torch.isfinite(found[weight]).all():
+                        raise CheckpointError(
+                            f"{file}: '{key}' holds NaN or infinity. The file is damaged: download it again."
+                        )
+        return found
+
     def non_finite_sample(self) -> tuple[str, Path] | None:
         """The first floating tensor with NaN or infinity among its first 512 values: one page read a tensor."""
         for file in self.files:
             read = _reader(file)
             for key, entry in self.entries.items():
-                if entry.file == file and entry.dtype in FLOATING:
+                if entry.file == file and (entry.dtype in FLOATING or key in self.scales):
                     head = read(key).flatten()[:_SAMPLE_ELEMENTS]
-                    if not torch.isfinite(head).all():
+                    if not torch.isfinite(head.float() if key in self.scales else head).all():
                         return key, file
         return None
 

@@ -141,11 +141,10 @@ def test_image_to_video_weights(folder, kind):
         only_problem(folder, "config.json", "image-to-video", "text-to-video")
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("scales", [False, True])
-def test_quantised_weights(folder, dtype, scales):
+def test_int8_weights(folder, scales):
     def quantise(state):
-        state["blocks.0.ffn.0.weight"] = state["blocks.0.ffn.0.weight"].to(dtype)
+        state["blocks.0.ffn.0.weight"] = state["blocks.0.ffn.0.weight"].to(torch.int8)
         if scales:
             state["blocks.0.ffn.0.weight_scale"] = torch.ones(48, 1)
 
