@@ -88,6 +88,9 @@ def generate(
             "--offload/--no-offload", help="Keep models on the host between stages. By default where memory is short."
         ),
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="fp8 halves the memory of the model's weights; none by default.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print the path only.")] = False,
     debug: Debug = False,
@@ -126,6 +129,7 @@ def generate(
             dtype=dtype,
             attention=attention,
             offload=offload,
+            quantize=quantize,
         )
         if failures:
             raise _exit(f"error: {len(failures)} of the prompts failed, the other videos were made", 1)

@@ -14,7 +14,9 @@ from telefuser import platforms
 from telefuser.core import checkpoint
 from telefuser.core.checkpoint import Checkpoint
 from telefuser.core.config import AttnImplType
+from telefuser.ops import fp8_gemm
 from telefuser.ops.attention.backends import describe_choice
+from telefuser.pipelines import wan_quantization
 from telefuser.pipelines.placement import require_memory
 from telefuser.pipelines.request import GenerationRequest, resolve_dtype, validate_request
 from telefuser.pipelines.video_file import check_output
@@ -38,6 +40,7 @@ def run(
     dtype: str | None = None,
     attention: str = "auto",
     offload: bool | None = None,
+    quantize: str | None = None,
 ) -> list[str]:
     """Makes the videos; returns one line for each prompt that failed, after the others were made all the same.
 
@@ -49,6 +52,7 @@ def run(
     """
     device = platforms.resolve_device(device)
     attention, dtype = AttnImplType.parse(attention), resolve_dtype(dtype, device)
+    wan_quantization.resolve_quantize(quantize)
     # Before a hub download as well; how much disk space is needed is known only after it.
     for path in output_paths(output, prompts, [0] * len(prompts), overwrite):
         check_output(path)
@@ -64,8 +68,12 @@ def run(
     report.line(f"attention {describe_choice(attention, device)}")
     report.line(_request_line(request, found))
     start = time.perf_counter()
-    pipeline = WanPipeline.from_pretrained(model, device=device, dtype=dtype, attention=attention, offload=offload)
+    pipeline = WanPipeline.from_pretrained(
+        model, device=device, dtype=dtype, attention=attention, offload=offload, quantize=quantize
+    )
     report.stage(_stage("load", start, pipeline))
+    if in_fp8 := wan_quantization.describe(pipeline.dit):
+        report.line(f"  DiT: {in_fp8}; products by {fp8_gemm.describe_choice(device)}")
     if pipeline.loaded_as["offload"]:
         report.line("  each model is on the device only during its stage")
     return _make_all(pipeline, request, paths, report)

@@ -101,6 +101,16 @@ def test_quiet_prints_the_path_only_and_a_drawn_seed_repeats_the_video(model, he
     assert torch.equal(read_video("a-red-circle-moving-right-2.mp4")[0], frames)
 
 
+def test_quantize_is_done_and_said(model, here):
+    # B88
+    result = telefuser("generate", PROMPT, "-o", "out.mp4", "--model", model, "--device", "cpu", "--quantize", "fp8")
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.stdout.splitlines() if "FP8" in line]
+    assert line.startswith("  DiT: 20 of 26 linear layers in FP8")
+    assert "NATIVE" in line
+    assert read_video("out.mp4")[2]["quantize"] == "fp8"
+
+
 # Bad input never yields a wrong video silently, and is refused before weights are loaded.
 
 
@@ -171,6 +181,10 @@ def test_both_size_spellings_are_width_first(model, here, size):
 def test_wrong_options(model, here, nothing_loaded, options, parts):
     refused(telefuser("generate", PROMPT, "--model", model, *options), *parts)
     assert os.listdir(here) == []
+
+
+def test_another_format_than_fp8(model, here, nothing_loaded):
+    refused(telefuser("generate", PROMPT, "--model", model, "--quantize", "int4"), "'int4'", "'fp8'")
 
 
 def test_empty_prompt(model, here, nothing_loaded):

@@ -205,8 +205,13 @@ def _materialise_fp8(
     if quantize is None:
         raise ValueError(f"the model has '{source.key}' in FP8 and the file in {tensor.dtype}: give `quantize`")
     # From the stored values, not from those cast to the run's dtype: a converted file then equals any run.
-    wide = torch.float32 if source.scale is not None else tensor.dtype
-    return quantize(_materialise(tensor, wide, device, source), dtype)
+    # On the CPU straight from the mapping: a copy of each layer would leave holes in the heap, half the model's size.
+    wide = tensor.to(device) if source.scale is None else _materialise(tensor, torch.float32, device, source)
+    values, scale = quantize(wide, dtype)
+    # The largest value of a row is in its scale, NaN and infinity too.
+    if not torch.isfinite(scale).all():
+        raise source.damaged()
+    return values, scale
 
 
 def _is_fp8(tensor: torch.Tensor) -> bool:

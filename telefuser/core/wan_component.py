@@ -63,10 +63,10 @@ class Component:
         return sum(torch.Size(entry.shape).numel() for entry in self.weights.entries.values())
 
     @property
-    def fp8_layers(self) -> tuple[str, ...]:
-        """Official names of the layers whose weights are stored in FP8 with scales."""
-        keys = (self.key_map(key) if self.key_map else key for key in self.weights.scales)
-        return tuple(key.removesuffix(".weight") for key in keys)
+    def fp8_layers(self) -> dict[str, str]:
+        """The layers whose weights are stored in FP8 with scales: official name -> dtype."""
+        keys = {key: self.key_map(key) if self.key_map else key for key in self.weights.scales}
+        return {name.removesuffix(".weight"): self.weights.entries[key].dtype for key, name in keys.items()}
 
     @property
     def num_bytes(self) -> int:

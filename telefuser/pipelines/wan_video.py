@@ -17,12 +17,13 @@ import torch
 from telefuser import __version__, platforms
 from telefuser.core import checkpoint, wan_layout
 from telefuser.core.checkpoint import Checkpoint, CheckpointError
-from telefuser.core.config import AttentionConfig, AttnImplType
+from telefuser.core.config import AttentionConfig, AttnImplType, QuantConfig
 from telefuser.core.model_loading import meta_parameters
 from telefuser.models.wan_video_dit import WanModel
 from telefuser.models.wan_video_text_encoder import WanTextEncoder
 from telefuser.models.wan_video_vae import WanVideoVAE
-from telefuser.pipelines import placement
+from telefuser.ops.fp8_quantization import quantize_weight
+from telefuser.pipelines import placement, wan_quantization
 from telefuser.pipelines.decode import NonFiniteError, VideoDecodeError, decode_frames, decode_or_keep
 from telefuser.pipelines.denoise import denoise
 from telefuser.pipelines.prompt import PromptTokenizer, encode_rows
@@ -91,7 +92,7 @@ class WanPipeline:
             scheduler.
         device: where the stages run. A part that lies on the host is moved there for its stage and dropped after it.
         name: what the settings of a video call the model.
-        loaded_as: how the models were loaded, for a video's metadata (dtype, attention, offload).
+        loaded_as: how the models were loaded, for a video's metadata (dtype, attention, offload, quantize).
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class WanPipeline:
         dtype: torch.dtype | str | None = None,
         attention: str | AttnImplType | AttentionConfig = "auto",
         offload: bool | None = None,
+        quantize: str | QuantConfig | None = None,
     ) -> WanPipeline:
         """Load a checkpoint.
 
@@ -131,13 +133,16 @@ class WanPipeline:
             attention: backend of the DiT, a name or a member of `AttnImplType`, or a whole `AttentionConfig`.
             offload: True keeps the models on the host and each on the device only during its stage; None does so when
                 the device's free memory is short.
+            quantize: "fp8" stores the linear layers of the DiT's blocks in FP8, half the memory of bfloat16: each is
+                quantised as it is read. A `QuantConfig` chooses the layers. None leaves the weights as they are; a
+                checkpoint in FP8 stays so.
 
         Raises:
-            ValueError: device, dtype or attention name unknown; before anything large is read.
+            ValueError: device, dtype, attention or quantize unknown; before anything large is read.
             CheckpointError: (a ValueError) the checkpoint cannot be used.
         """
         device = platforms.resolve_device(device)
-        dtype = resolve_dtype(dtype, device)
+        dtype, quantize = resolve_dtype(dtype, device), wan_quantization.resolve_quantize(quantize)
         if not isinstance(attention, AttentionConfig):
             attention = AttentionConfig(attn_impl=AttnImplType.parse(attention))
         if attention.is_sparse():
@@ -149,11 +154,15 @@ class WanPipeline:
             raise CheckpointError(problems[0])
         if offload is None:
             size = [found.defaults[name] for name in ("width", "height", "num_frames")]
-            offload = not placement.fits(device, _weight_bytes(found, dtype), math.prod(size))
+            offload = not placement.fits(device, _weight_bytes(found, dtype, quantize), math.prod(size))
         home = torch.device("cpu") if offload else device
         with platforms.platform_of(device).device_ctx(device):
             dit = found.dit.load(
-                WanModel.from_config, dtype=dtype, device=home, fp32_fragments=WanModel.FP32_PARAMETERS
+                wan_quantization.builder(found.dit, quantize, dtype),
+                dtype=dtype,
+                device=home,
+                fp32_fragments=WanModel.FP32_PARAMETERS,
+                quantize=quantize_weight,
             )
             dit.set_attention_config(attention)
             return cls(
@@ -168,6 +177,7 @@ class WanPipeline:
                     "dtype": str(dtype).removeprefix("torch."),
                     "attention": attention.attn_impl.name.lower(),
                     "offload": offload,
+                    "quantize": "fp8" if wan_quantization.describe(dit) else None,
                 },
             )
 
@@ -352,7 +362,7 @@ def _tokenizer(found: Checkpoint) -> PromptTokenizer:
     return tokenizer
 
 
-def _weight_bytes(found: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of all three models once loaded. The few float32 parameters of the DiT do not matter here."""
-    low = found.dit.num_parameters + found.text_encoder.num_parameters
-    return low * dtype.itemsize + found.vae.num_parameters * torch.float32.itemsize
+def _weight_bytes(found: Checkpoint, dtype: torch.dtype, quantize: QuantConfig | None) -> int:
+    """Bytes of all three models once loaded."""
+    rest = found.text_encoder.num_parameters * dtype.itemsize + found.vae.num_parameters * torch.float32.itemsize
+    return rest + wan_quantization.loaded_bytes(found.dit, quantize, dtype)

@@ -173,7 +173,7 @@ def test_the_text_encoder_may_come_in_fp8(tmp_path):
     save_file(state, folder / FILES["text_encoder"])
     found = inspect(folder)
     assert found.problems == ()
-    assert found.text_encoder.fp8_layers == ("blocks.0.ffn.fc1",)
+    assert found.text_encoder.fp8_layers == {"blocks.0.ffn.fc1": "float8_e4m3fn"}
 
 
 def test_nan_in_the_first_page_of_an_fp8_weight_is_found_before_loading(tmp_path):
