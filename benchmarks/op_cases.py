@@ -17,7 +17,9 @@ from telefuser.ops import (
     modulate,
     rms_norm_rotary,
 )
-from telefuser.ops.activations import GELUTanh, silu_and_mul
+from telefuser.ops.activations import GELUTanh, gelu_tanh, silu_and_mul
+from telefuser.ops.fp8_quantization import quantize_rows
+from telefuser.platforms import current_platform
 
 EPS = 1e-6
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -29,6 +31,7 @@ class Case:
 
     tensors: the large inputs, with one row a token.  others: small inputs.  ours, rivals: functions of both.
     exact: the same in the dtype of its input; it is given float64 rows.  kernel: its table of launch settings.
+    Where ours gives FP8, its last two results are values and scales, and exact what the two stand for.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -43,22 +46,33 @@ class Case:
         return out if isinstance(out, tuple) else (out,)
 
     def bytes(self) -> int:
-        """The least that must move: every large input read once, every result written once."""
+        """The least that must move: every input read once, every result written once."""
         results = self.call(self.ours)
-        return sum(t.numel() * t.element_size() for t in (*self.tensors, *results))
+        return sum(t.numel() * t.element_size() for t in (*self.tensors, *self.others, *results))
 
 
+SHAPES = ((32760, 1536), (32760, 5120), (75600, 5120))
+# Wan's feed-forward widths
+FFN_SHAPES = ((32760, 8960), (32760, 13824))
 OPS: dict[str, Callable[[int, int, torch.device], Case]] = {}
+SHAPES_OF: dict[str, tuple[tuple[int, int], ...]] = {}
 
 
-def op(name: str) -> Callable:
-    """Register what makes a Case of `rows`, `width` and a device."""
+def op(name: str, shapes: tuple[tuple[int, int], ...] = SHAPES) -> Callable:
+    """Register what makes a Case of `rows`, `width` and a device, and the shapes to measure it on."""
 
     def register(make: Callable) -> Callable:
-        OPS[name] = make
+        OPS[name], SHAPES_OF[name] = make, shapes
         return make
 
     return register
+
+
+def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales of each row in plain PyTorch: the rivals' quantisation."""
+    fp8 = current_platform.fp8_dtype
+    scale = (x.abs().amax(-1, keepdim=True).float() / torch.finfo(fp8).max).clamp_min(1e-12)
+    return (x.float() / scale).to(fp8), scale
 
 
 def randn(*shape: int, device: torch.device, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -75,11 +89,11 @@ def _rms_norm(rows, width, device):
     norm = RMSNorm(width, eps=EPS, device=device, dtype=BF16).requires_grad_(False)
     norm.weight.copy_(weight)
     rivals = {"F.rms_norm": lambda x, w: F.rms_norm(x, (width,), w, EPS)}
-    if find_spec("quack"):
+    if device.type != "cpu" and find_spec("quack"):
         rivals["quack"] = _quack
-    if find_spec("liger_kernel"):
+    if device.type != "cpu" and find_spec("liger_kernel"):
         rivals["Liger"] = _liger
-    return Case((x,), (weight,), lambda x, w: norm(x), rivals["F.rms_norm"], rivals, kernel="norm")
+    return Case((x,), (weight,), lambda x, w: norm(x), rivals["F.rms_norm"], rivals, kernel="rms_norm")
 
 
 def _quack(x, weight):
@@ -102,7 +116,25 @@ def _layer_norm(rows, width, device):
     norm.weight.copy_(weight)
     norm.bias.copy_(bias)
     rival = lambda x, w, b: F.layer_norm(x, (width,), w, b, EPS)  # noqa: E731
-    return Case((x,), (weight, bias), lambda x, w, b: norm(x), rival, {"F.layer_norm": rival}, kernel="norm")
+    rivals = {"F.layer_norm": rival}
+    if device.type != "cpu" and find_spec("liger_kernel"):
+        rivals["Liger"] = _liger_layer_norm
+    if device.type != "cpu" and find_spec("quack"):
+        rivals["quack"] = _quack_layer_norm
+    return Case((x,), (weight, bias), lambda x, w, b: norm(x), rival, rivals, kernel="norm")
+
+
+def _liger_layer_norm(x, weight, bias):
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return LigerLayerNormFunction.apply(x, weight, bias, EPS)
+
+
+def _quack_layer_norm(x, weight, bias):
+    # It has no bias, which spares it a read that the cache serves, and wants its weight in float32.
+    from quack.rmsnorm import layernorm_fwd
+
+    return layernorm_fwd(x[0], weight.float(), eps=EPS)
 
 
 def _layer_norm_modulate(rows, width, device, dtype):
@@ -181,7 +213,7 @@ def _rotary(rows, width, device):
     x = randn(1, rows, heads, width // heads, device=device, dtype=BF16)
     ours = lambda x, cos, sin: apply_rotary_emb(x, (cos, sin))  # noqa: E731
     eager = lambda x, cos, sin: _turned(x.float(), cos, sin).to(x.dtype)  # noqa: E731
-    return Case((x,), (cos, sin), ours, _turned, {"eager": eager})
+    return Case((x,), (cos, sin), ours, _turned, {"eager": eager}, kernel="rotary")
 
 
 @op("rms_norm_rotary q and k")
@@ -213,12 +245,68 @@ def _gelu(rows, width, device):
     return Case((x,), (), GELUTanh(), rival, {"F.gelu": rival}, kernel="gelu")
 
 
+def _gated(x):
+    gate, hidden = x.chunk(2, -1)
+    return F.silu(gate) * hidden
+
+
 @op("silu_and_mul")
 def _silu_and_mul(rows, width, device):
     x = randn(1, rows, 2 * width, device=device, dtype=BF16)
+    rivals = {"eager": _gated}
+    if device.type != "cpu" and find_spec("liger_kernel"):
+        rivals["Liger"] = _liger_swiglu
+    return Case((x,), (), silu_and_mul, _gated, rivals)
 
-    def exact(x):
-        gate, hidden = x.chunk(2, -1)
-        return F.silu(gate) * hidden
 
-    return Case((x,), (), silu_and_mul, exact, {"eager": exact})
+def _liger_swiglu(x):
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply(*x.chunk(2, -1))
+
+
+@op("layer_norm_modulate fp32 to fp8")
+def _layer_norm_modulate_fp8(rows, width, device):
+    case = _layer_norm_modulate(rows, width, device, FP32)
+    case.rivals = {"eager": lambda x, a, b: to_fp8(_modulated(x.float(), a, b))}
+    case.ours = lambda x, a, b: layer_norm_modulate(x, b, a, eps=EPS, out_dtype=current_platform.fp8_dtype)
+    case.kernel = "norm_fp8"
+    return case
+
+
+@op("add_layer_norm_modulate fp32 stream to fp8")
+def _add_norm_fp8(rows, width, device):
+    case = _add_norm(rows, width, device, FP32)
+
+    def eager(x, y, gate, scale, shift):
+        total = torch.addcmul(x.float(), y, gate).to(x.dtype)
+        return total, *to_fp8(_modulated(total.float(), scale, shift))
+
+    def ours(x, y, gate, scale, shift):
+        total, rows = add_layer_norm_modulate(x, y, gate, shift, scale, eps=EPS, out_dtype=current_platform.fp8_dtype)
+        return total, *rows
+
+    case.ours, case.rivals, case.kernel = ours, {"eager": eager}, "add_norm_fp8"
+    return case
+
+
+@op("gelu_tanh to fp8", SHAPES + FFN_SHAPES)
+def _gelu_fp8(rows, width, device):
+    x = randn(1, rows, width, device=device, dtype=BF16)
+    exact = lambda x: F.gelu(x, approximate="tanh")  # noqa: E731
+    ours = lambda x: gelu_tanh(x, current_platform.fp8_dtype)  # noqa: E731
+    return Case((x,), (), ours, exact, {"eager": lambda x: to_fp8(exact(x.float()))}, kernel="quantize_activated")
+
+
+@op("silu_and_mul to fp8")
+def _silu_and_mul_fp8(rows, width, device):
+    x = randn(1, rows, 2 * width, device=device, dtype=BF16)
+    ours = lambda x: silu_and_mul(x, current_platform.fp8_dtype)  # noqa: E731
+    return Case((x,), (), ours, _gated, {"eager": lambda x: to_fp8(_gated(x.float()))}, kernel="quantize_activated")
+
+
+@op("quantize_rows fp8", SHAPES + FFN_SHAPES)
+def _quantize(rows, width, device):
+    x = randn(1, rows, width, device=device, dtype=BF16)
+    ours = lambda x: quantize_rows(x, current_platform.fp8_dtype)  # noqa: E731
+    return Case((x,), (), ours, lambda x: x, {"eager": to_fp8}, kernel="quantize")

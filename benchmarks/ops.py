@@ -5,7 +5,7 @@
     python -m benchmarks ops --sweep --tuned      both: measure with the settings that the sweep found
     python -m benchmarks ops --smoke              tiny shapes, to see that it runs; records nothing
 
-TB/s count every large input once and every result once; "of copy" is their share of a device copy in the same run.
+TB/s count every input once and every result once; "of copy" is their share of a device copy in the same run.
 """
 
 import argparse
@@ -16,34 +16,47 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import record
-from benchmarks.op_cases import OPS, Case
+from benchmarks.op_cases import OPS, SHAPES, SHAPES_OF, Case
 from benchmarks.timing import Timer
 from telefuser.kernel.triton import activation, launch
 from telefuser.kernel.triton.launch import Launch
-from telefuser.ops import RMSNorm, add_layer_norm_modulate, layer_norm_modulate
+from telefuser.ops import RMSNorm, add_layer_norm_modulate, apply_rotary_emb, layer_norm_modulate, rms_norm_rotary
+from telefuser.ops.activations import GELUTanh
 from telefuser.platforms import current_platform
 
-SHAPES = [(32760, 1536), (32760, 5120), (75600, 5120)]
 SMOKE_SHAPES = [(24, 48), (24, 64)]
 # Relative L2 error to float64: one rounding of the result, or float32 arithmetic.
 LIMITS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
-# Compiled by Inductor on the first two shapes only: each takes seconds.
-COMPILED = ["rms_norm", "layer_norm_modulate fp32 to bf16", "add_layer_norm_modulate fp32 stream"]
-COMPILED += ["rms_norm_rotary q and k"]
+# Three digits of e4m3: half a step is 1/16 of a power of two at most, and the mean of its square a third of that's.
+LIMITS |= {torch.float8_e4m3fn: 3e-2, torch.float8_e4m3fnuz: 3e-2}
 SWEPT = {
-    ("norm", 2): ["rms_norm", "layer_norm_modulate bf16"],
+    ("rms_norm", 2): ["rms_norm"],
+    ("norm", 2): ["layer_norm", "layer_norm_modulate bf16"],
     ("norm", 4): ["layer_norm_modulate fp32 to bf16"],
+    ("norm_fp8", 4): ["layer_norm_modulate fp32 to fp8"],
     ("add_norm", 2): ["add_layer_norm_modulate bf16"],
     ("add_norm", 4): ["add_layer_norm_modulate fp32 stream"],
+    ("add_norm_fp8", 4): ["add_layer_norm_modulate fp32 stream to fp8"],
     ("norm_rotary", 2): ["rms_norm_rotary q and k"],
+    ("rotary", 2): ["apply_rotary_emb"],
+    ("quantize", 2): ["quantize_rows fp8"],
+    ("quantize_activated", 2): ["gelu_tanh to fp8"],
 }
-ROWS = (1, 2, 4, 8, 32)
+THREADS = (32, 64, 128, 256, 512)
+ROWS = (1, 2, 4, 8, 16)
+TILES = (1, 2, 4)
+# Elements of a tile for a thread: fewer make short accesses, more do not fit its registers.
+PER_THREAD = (8, 160)
 FLAT = list(itertools.product((1024, 2048, 4096, 8192), (128, 256)))
 
 
 def error(case: Case) -> float:
     """The largest relative L2 error of our results on rows from the start, the middle and the end."""
     outs = case.call(case.ours)
+    dtypes = [out.dtype for out in outs]
+    if outs[-1].shape[-1] == 1:
+        *others, values, scales = outs
+        outs, dtypes = (*others, values.float() * scales), dtypes[:-1]
     rows = case.tensors[0].shape[1]
     worst = 0.0
     for start in {0, rows // 2, max(rows - 64, 0)}:
@@ -51,9 +64,9 @@ def error(case: Case) -> float:
         inputs = [t[:, part].double() for t in case.tensors]
         others = [t[part] if t.dim() == 2 and t.shape[0] == rows else t for t in case.others]
         exact = case.exact(*inputs, *(t.double() for t in others))
-        for out, wanted in zip(outs, exact if isinstance(exact, tuple) else (exact,)):
+        for out, dtype, wanted in zip(outs, dtypes, exact if isinstance(exact, tuple) else (exact,)):
             got = out[:, part].double()
-            distance = ((got - wanted).norm() / wanted.norm()).item() / LIMITS[out.dtype]
+            distance = ((got - wanted).norm() / wanted.norm()).item() / LIMITS[dtype]
             worst = max(worst, distance if distance == distance else float("inf"))
     return worst
 
@@ -71,8 +84,8 @@ def measure(name: str, rows: int, width: int, timer: Timer, ceiling: float, is_c
     moved = case.bytes()
     label = f"{name} {rows}x{width}"
     settings = ""
-    if case.kernel in ("norm", "add_norm", "norm_rotary"):
-        settings = "threads {} rows {} stages {}".format(*launch.launch_of(case.kernel, width, case.tensors[0]))
+    if case.kernel and case.kernel != "gelu":
+        settings = "threads {} rows {} tile {}".format(*launch.launch_of(case.kernel, width, case.tensors[0]))
     found = [{"case": label, "metric": "bytes", "value": moved, "unit": "B", "note": f"error {wrong:.2f} of its limit"}]
     line = f"{label:52}"
     for who, function in functions.items():
@@ -97,11 +110,15 @@ def host_costs(timer: Timer) -> list[dict]:
     x, w = torch.randn(1, 8, 128, device=device).bfloat16(), torch.randn(128, device=device).bfloat16()
     stream, vectors = x.float(), torch.randn(1, 3, 1, 128, device=device).unbind(1)
     norm = RMSNorm(128, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    angles, heads, gelu = tuple(torch.rand(2, 8, 32, device=device)), x.view(1, 8, 2, 64), GELUTanh()
     calls = {
         "F.rms_norm": lambda: F.rms_norm(x, (128,), w),
         "rms_norm": lambda: norm(x),
         "layer_norm_modulate": lambda: layer_norm_modulate(stream, *vectors[:2], out_dtype=torch.bfloat16),
         "add_layer_norm_modulate": lambda: add_layer_norm_modulate(stream, x, *vectors),
+        "rms_norm_rotary": lambda: rms_norm_rotary(x, x, w, w, angles, 2),
+        "apply_rotary_emb": lambda: apply_rotary_emb(heads, angles),
+        "gelu_tanh": lambda: gelu(x),
     }
     found = []
     for name, call in calls.items():
@@ -111,26 +128,27 @@ def host_costs(timer: Timer) -> list[dict]:
     return found
 
 
-def sweep(shapes: list[tuple[int, int]], timer: Timer, stages_tried: list[int]) -> dict:
+def sweep(timer: Timer, shapes: list[tuple[int, int]] | None = None, kernels: list | None = None) -> dict:
     """Try launch settings; print and return the best table of each (kernel, bytes an element)."""
     regular = launch.launch_of
     tables = {}
     try:
         for (kernel, itemsize), names in SWEPT.items():
+            if kernels and kernel not in kernels:
+                continue
             table = []
-            for rows, width in shapes:
+            for rows, width in shapes or sorted({s for name in names for s in SHAPES_OF[name] if s[0] == 32760}):
                 cases = [OPS[name](rows, width, timer.device) for name in names]
-                threads = [t for t in (64, 128, 256, 512) if 4 <= width // t <= 48] or [32]
                 times = {}
-                for number, stages in itertools.product(threads, stages_tried):
-                    for each in ROWS:
-                        # A single row a program leaves nothing to overlap.
-                        if each == 1 and stages > 1:
-                            continue
-                        settings = Launch(number, each, stages)
-                        launch.launch_of = lambda *_, settings=settings: settings
-                        times[settings] = _times(cases, timer)
+                for threads, tile, each in itertools.product(THREADS, TILES, ROWS):
+                    if not PER_THREAD[0] <= width * tile / threads <= PER_THREAD[1] or each < tile:
+                        continue
+                    settings = Launch(threads, each, tile)
+                    launch.launch_of = lambda *_, settings=settings: settings
+                    launch._REPLAYS.clear()
+                    times[settings] = _times(cases, timer)
                 launch.launch_of = regular
+                launch._REPLAYS.clear()
                 best = _report_sweep(kernel, itemsize, rows, width, times, _times(cases, timer))
                 table.append((width, best))
             tables[kernel, itemsize] = _widths_apart(table)
@@ -162,7 +180,7 @@ def _widths_apart(found: list[tuple[int, Launch]]) -> tuple:
     its own, the last one for all beyond."""
     by_width = dict(found)
     widths = sorted(by_width)
-    limits = [2 * width for width in widths[:-1]] + [1 << 62]
+    limits = [min(2 * width, wider - 1) for width, wider in itertools.pairwise(widths)] + [1 << 62]
     narrower = tuple(entry for entry in launch.SAFE if entry[0] < widths[0])
     return narrower + tuple((limit, by_width[width]) for limit, width in zip(limits, widths))
 
@@ -193,7 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, nothing recorded")
     parser.add_argument("--sweep", action="store_true", help="search launch settings")
     parser.add_argument("--tuned", action="store_true", help="after --sweep, measure with what it found")
-    parser.add_argument("--stages", nargs="*", type=int, default=[1, 2], help="of the sweep; each compiles anew")
+    parser.add_argument("--kernels", nargs="*", help="of the sweep")
     parser.add_argument("--only", nargs="*", choices=sorted(OPS), help="these operators")
     parser.add_argument("--no-inductor", action="store_true", help="skip the rivals that take seconds to compile")
     parser.add_argument("--repeats", type=int, default=20)
@@ -203,13 +221,12 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(0)
     device = torch.device(current_platform.default_device())
     timer = Timer(device, options.repeats)
-    shapes = SMOKE_SHAPES if options.smoke else SHAPES
     with torch.inference_mode():
         ceiling = timer.copy_ceiling(16 if options.smoke else 2048)
         print(f"{record.device_name()}: copy {ceiling:.2f} TB/s", flush=True)
         if options.sweep:
-            tables = sweep(shapes[:2], timer, options.stages)
-            sweep_flat(shapes[0], timer)
+            tables = sweep(timer, SMOKE_SHAPES if options.smoke else None, options.kernels)
+            sweep_flat((SMOKE_SHAPES if options.smoke else SHAPES)[0], timer)
             if not options.tuned:
                 return
             if device.type != "cpu":
@@ -219,10 +236,12 @@ def main(arguments: list[str] | None = None) -> None:
         keep = _recorder(None if options.smoke else options.results)
         keep([{"case": "device copy", "metric": "copy", "value": f"{ceiling:.4f}", "unit": "TB/s"}])
         failed = []
-        for name, (count, width) in itertools.product(options.only or OPS, shapes):
-            is_compiled = name in COMPILED and (count, width) in SHAPES[:2] and not options.no_inductor
+        chosen = [(name, shape) for name in options.only or OPS for shape in SHAPES_OF[name]]
+        if options.smoke:
+            chosen = itertools.product(options.only or OPS, SMOKE_SHAPES)
+        for name, (count, width) in chosen:
             try:
-                keep(measure(name, count, width, timer, ceiling, is_compiled))
+                keep(measure(name, count, width, timer, ceiling, not (options.no_inductor or options.smoke)))
             except Exception as failure:  # noqa: BLE001
                 # The others are still worth their time on the device; the exit status tells.
                 print(f"{name} {count}x{width} FAILS: {type(failure).__name__} {str(failure)[:200]}", flush=True)

@@ -44,6 +44,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same random inputs in every run: three draws far in an activation's tail can miss a limit by bad luck."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def poison_empty(monkeypatch):
     """Fill what `torch.empty` and its relatives return with NaN: an element that a kernel never wrote then shows."""

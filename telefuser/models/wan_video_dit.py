@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from telefuser.core.config import AttentionConfig
 from telefuser.ops.activations import GELUTanh
 from telefuser.ops.attention import attention, long_context_attention
-from telefuser.ops.normalization import LayerNorm, RMSNorm, modulate
+from telefuser.ops.ffn import linear_gelu_tanh
+from telefuser.ops.normalization import LayerNorm, RMSNorm
 from telefuser.ops.residual_norm import add_gated, add_layer_norm_modulate, layer_norm_modulate
 from telefuser.ops.rotary import rms_norm_rotary
 from telefuser.ops.sequence_parallel import TokenSplit, sequence_parallel_mesh, split_tokens
@@ -195,7 +196,8 @@ class WanBlock(nn.Module):
         h = self.cross_attn(h, text_k, text_v)
         dtype = _compute_dtype(self.ffn[0], device)
         x, h = add_layer_norm_modulate(x, h, None, shift2, scale2, eps=norm2.eps, out_dtype=dtype)
-        return add_gated(x, self.ffn(h), gate2)
+        up, _, down = self.ffn
+        return add_gated(x, down(linear_gelu_tanh(h, up)), gate2)
 
 
 class Head(nn.Module):
@@ -209,7 +211,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, time_embedding: Tensor) -> Tensor:
         shift, scale = (self.modulation.float() + time_embedding.unsqueeze(2)).unbind(2)  # [B, T, C]
-        return self.head(modulate(self.norm(x), shift, scale))
+        return self.head(layer_norm_modulate(x, shift, scale, eps=self.norm.eps))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from torch import nn
 import telefuser.kernel.triton as kernels
 from telefuser import platforms
 from telefuser.ops.base import CustomOp, CustomOpFunction
+from telefuser.ops.fp8_quantization import kernels_quantize, quantize_rows_native
 from telefuser.ops.normalization import compute_dtype
+from telefuser.ops.quantized_rows import QuantizedRows
 
 ACT2CLS = {"swish": nn.SiLU, "silu": nn.SiLU, "mish": nn.Mish, "gelu": nn.GELU, "relu": nn.ReLU}
 
@@ -61,24 +63,64 @@ def _gated_cuda(x, activation, gate_first):
     return kernels.activate_and_mul(x, activation, gate_first)
 
 
+def _activate_quantized_native(x, activation, dtype):
+    return QuantizedRows(*quantize_rows_native(_NATIVE[activation](x.to(compute_dtype(x))), dtype))
+
+
+def _activate_quantized_cuda(x, activation, dtype):
+    if not kernels_quantize(dtype, x.device):
+        return _activate_quantized_native(x, activation, dtype)
+    return QuantizedRows(*kernels.activate_quant_fp8(x, activation, dtype))
+
+
+def _gated_quantized_native(x, activation, gate_first, dtype):
+    first, second = x.to(compute_dtype(x)).chunk(2, dim=-1)
+    gate, hidden = (first, second) if gate_first else (second, first)
+    return QuantizedRows(*quantize_rows_native(hidden * _NATIVE[activation](gate), dtype))
+
+
+def _gated_quantized_cuda(x, activation, gate_first, dtype):
+    if not kernels_quantize(dtype, x.device):
+        return _gated_quantized_native(x, activation, gate_first, dtype)
+    return QuantizedRows(*kernels.activate_and_mul_quant_fp8(x, activation, gate_first, dtype))
+
+
+_activate_quantized = CustomOpFunction(
+    "activate_quantized", _activate_quantized_native, cuda_impl=_activate_quantized_cuda
+)
+_gated_quantized = CustomOpFunction("gated_quantized", _gated_quantized_native, cuda_impl=_gated_quantized_cuda)
 _activate = CustomOpFunction("activate", _activate_native, cuda_impl=_activate_cuda)
 _activate_and_mul = CustomOpFunction("activate_and_mul", _gated_native, cuda_impl=_gated_cuda)
 
 
-def _gated(x: torch.Tensor, activation: str, gate_first: bool) -> torch.Tensor:
+def _gated(
+    x: torch.Tensor, activation: str, gate_first: bool, out_dtype: torch.dtype | None = None
+) -> torch.Tensor | QuantizedRows:
     if x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"a gated activation splits the last dimension in two halves; x has shape {tuple(x.shape)}")
+    if out_dtype is not None:
+        return _gated_quantized(x, activation, gate_first, out_dtype)
     return _activate_and_mul(x, activation, gate_first)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(x[..., :D]) * x[..., D:] for x [..., 2D]: the gate first, unlike `SwiGLU`. ValueError for an odd width."""
-    return _gated(x, "silu", gate_first=True)
+def silu_and_mul(x: torch.Tensor, fp8_dtype: torch.dtype | None = None) -> torch.Tensor | QuantizedRows:
+    """silu(x[..., :D]) * x[..., D:] for x [..., 2D]: the gate first, unlike `SwiGLU`. ValueError for an odd width.
+
+    fp8_dtype: give `QuantizedRows` of that dtype, quantised from the unrounded values.
+    """
+    return _gated(x, "silu", True, fp8_dtype)
 
 
-def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """gelu(x[..., :D]) * x[..., D:] for x [..., 2D]: the gate first, unlike `GEGLU`. ValueError for an odd width."""
-    return _gated(x, "gelu", gate_first=True)
+def gelu_and_mul(x: torch.Tensor, fp8_dtype: torch.dtype | None = None) -> torch.Tensor | QuantizedRows:
+    """gelu(x[..., :D]) * x[..., D:] for x [..., 2D]: the gate first, unlike `GEGLU`. fp8_dtype: see `silu_and_mul`."""
+    return _gated(x, "gelu", True, fp8_dtype)
+
+
+def gelu_tanh(x: torch.Tensor, fp8_dtype: torch.dtype | None = None) -> torch.Tensor | QuantizedRows:
+    """`GELUTanh` of x, or of it `QuantizedRows` with values in fp8_dtype, quantised from the unrounded values."""
+    if fp8_dtype is not None:
+        return _activate_quantized(x, "gelu_tanh", fp8_dtype)
+    return _activate(x, "gelu_tanh")
 
 
 class FP32SiLU(CustomOp):

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 # The native forms compute everything else (float64, float8) as well.
 KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+# Looked up once: the choice is made some hundred times a model's forward pass.
+_TENSOR, _PARAMETER = torch.Tensor, nn.Parameter
 # GPU implementations are Triton kernels; an NPU's are not.
 WITHOUT_TRITON = frozenset({"npu"})
 
@@ -29,7 +31,9 @@ def _choose(op, platform, values: list) -> tuple[str | None, torch.device | None
     grad = torch.is_grad_enabled()
     for value in values:
         kind = type(value)
-        if kind is torch.Tensor or kind is nn.Parameter:
+        if value is None or kind is float:
+            continue
+        if kind is _TENSOR or kind is _PARAMETER:
             if grad and value.requires_grad:
                 return None, device
             if device is None:
@@ -46,9 +50,9 @@ def _choose(op, platform, values: list) -> tuple[str | None, torch.device | None
         return None, device
     if op.kernel_dtypes is not None and dtype not in op.kernel_dtypes:
         return None, device
-    for key in platform.op_keys:
-        if op.defines(key) and (key in WITHOUT_TRITON or _triton_is_here(platform.device_name)):
-            return key, device
+    key = op.first_of(platform.op_keys)
+    if key is None or key in WITHOUT_TRITON or _triton_is_here(platform.device_name):
+        return key, device
     return None, device
 
 
@@ -64,9 +68,14 @@ def _warn_of_missing_triton(device_name: str) -> bool:
     return False
 
 
+@functools.cache
+def _has_one_device(platform) -> bool:
+    return platform.device_count() == 1
+
+
 def _launch(platform, device: torch.device, implementation: Callable, args: tuple, kwargs: dict):
     """Run a kernel implementation with the tensors' own device as the current one, which Triton launches on."""
-    if device.index is None or device.index == platform.current_device():
+    if device.index is None or _has_one_device(platform) or device.index == platform.current_device():
         return implementation(*args, **kwargs)
     with platform.device_ctx(device):
         return implementation(*args, **kwargs)
@@ -95,8 +104,11 @@ class CustomOp(nn.Module):
 
     def defines(self, key: str) -> bool:
         """Whether this class has a `forward_<key>` of its own."""
-        name = f"forward_{key}"
-        return getattr(type(self), name, None) is not getattr(CustomOp, name, None)
+        return _defines(type(self), key)
+
+    def first_of(self, keys: tuple[str, ...]) -> str | None:
+        """The first of `keys` that this class defines."""
+        return _first_defined(type(self), keys)
 
     def forward_native(self, *args, **kwargs):
         raise NotImplementedError(f"{type(self).__name__} must define forward_native")
@@ -109,6 +121,16 @@ class CustomOp(nn.Module):
 
     def forward_npu(self, *args, **kwargs):
         return self.forward_native(*args, **kwargs)
+
+
+def _defines(kind: type[CustomOp], key: str) -> bool:
+    name = f"forward_{key}"
+    return getattr(kind, name, None) is not getattr(CustomOp, name, None)
+
+
+@functools.cache
+def _first_defined(kind: type[CustomOp], keys: tuple[str, ...]) -> str | None:
+    return next((key for key in keys if _defines(kind, key)), None)
 
 
 class CustomOpFunction:
@@ -141,6 +163,7 @@ class CustomOpFunction:
         self.rocm_impl = rocm_impl
         self.compiled_impl = compiled_impl
         self.traced_impl = traced_impl or native_impl
+        self._first: dict[tuple[str, ...], str | None] = {}
 
     def __repr__(self) -> str:
         return f"CustomOpFunction({self.name!r})"
@@ -164,6 +187,12 @@ class CustomOpFunction:
     def defines(self, key: str) -> bool:
         """Whether there is an implementation for `key`."""
         return getattr(self, f"{key}_impl", None) is not None
+
+    def first_of(self, keys: tuple[str, ...]) -> str | None:
+        """The first of `keys` that there is an implementation for."""
+        if keys not in self._first:
+            self._first[keys] = next((key for key in keys if self.defines(key)), None)
+        return self._first[keys]
 
 
 def register_custom_op(op_name: str, mutates_args: tuple[str, ...] = (), fake_impl: Callable | None = None) -> Callable:

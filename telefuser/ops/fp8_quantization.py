@@ -28,7 +28,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _CHUNK = 2**20
 
 
-def _quantize_native(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows_native(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     if x.shape[-1] == 0:
         return x.to(dtype), x.new_full((*x.shape[:-1], 1), _SMALLEST_SCALE, dtype=torch.float32)
     largest = x.abs().amax(dim=-1, keepdim=True).float()
@@ -37,15 +37,20 @@ def _quantize_native(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     return (x.float() * scale.reciprocal()).to(dtype), scale
 
 
-def _quantize_cuda(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def kernels_quantize(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels on `device` can give this FP8 dtype: Triton does not compile the e4m3 type below compute
+    capability 8.9, nor the variant of the other vendor."""
     platform = platforms.current_platform
-    # Triton does not compile the e4m3 type below compute capability 8.9, nor the variant of the other vendor.
-    if dtype is not platform.fp8_dtype or platform.fp8_unavailable_reason(x.device) is not None:
-        return _quantize_native(x, dtype)
+    return dtype is platform.fp8_dtype and platform.fp8_unavailable_reason(device) is None
+
+
+def _quantize_cuda(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    if not kernels_quantize(dtype, x.device):
+        return quantize_rows_native(x, dtype)
     return kernels.per_token_quant_fp8(x, dtype)
 
 
-_quantize = CustomOpFunction("quantize_rows", _quantize_native, cuda_impl=_quantize_cuda)
+_quantize = CustomOpFunction("quantize_rows", quantize_rows_native, cuda_impl=_quantize_cuda)
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +64,7 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
     quantized = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scale = torch.empty(weight.shape[0], 1, dtype=torch.float32, device=weight.device)
     for rows in row_chunks(weight, _CHUNK):
-        quantized[rows], scale[rows] = _quantize_native(weight[rows], dtype)
+        quantized[rows], scale[rows] = quantize_rows_native(weight[rows], dtype)
     return quantized, scale
 
 

@@ -2,7 +2,8 @@
 
 Each group is one pass over memory where there is a kernel. The residual stream keeps its dtype (float32 in Wan), while
 the normed rows come out in the dtype that the next projection computes in. Rounding is that of `normalization`: all
-arithmetic in float32 (float64 for a float64 stream), one rounding for each result.
+arithmetic in float32 (float64 for a float64 stream), one rounding for each result. An FP8 dtype for the normed rows
+gives them as `QuantizedRows`, quantised from the unrounded values: what a projection with FP8 weights takes as it is.
 """
 
 import torch
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 
 import telefuser.kernel.triton as kernels
 from telefuser.ops.base import CustomOpFunction
+from telefuser.ops.fp8_quantization import FP8_DTYPES, kernels_quantize, quantize_rows_native
 from telefuser.ops.normalization import beside, compute_dtype
+from telefuser.ops.quantized_rows import QuantizedRows
 
 
 def _norm_native(x, scale, shift, weight, bias, eps, out_dtype):
@@ -21,6 +24,8 @@ def _norm_native(x, scale, shift, weight, bias, eps, out_dtype):
         h = h * (scale.to(wide) + 1.0)
     if shift is not None:
         h = h + shift.to(wide)
+    if out_dtype in FP8_DTYPES:
+        return QuantizedRows(*quantize_rows_native(h, out_dtype))
     return h.to(out_dtype)
 
 
@@ -36,11 +41,20 @@ def _add_norm_native(x, y, gate, scale, shift, weight, bias, eps, out_dtype):
 
 
 def _norm_cuda(x, scale, shift, weight, bias, eps, out_dtype):
-    return kernels.layer_norm(x, weight, bias, eps, scale, shift, out_dtype)
+    if out_dtype not in FP8_DTYPES:
+        return kernels.layer_norm(x, weight, bias, eps, scale, shift, out_dtype)
+    if not kernels_quantize(out_dtype, x.device):
+        return _norm_native(x, scale, shift, weight, bias, eps, out_dtype)
+    return QuantizedRows(*kernels.layer_norm(x, weight, bias, eps, scale, shift, out_dtype))
 
 
 def _add_norm_cuda(x, y, gate, scale, shift, weight, bias, eps, out_dtype):
-    return kernels.add_layer_norm(x, y, gate, weight, bias, eps, scale, shift, out_dtype)
+    if out_dtype not in FP8_DTYPES:
+        return kernels.add_layer_norm(x, y, gate, weight, bias, eps, scale, shift, out_dtype)
+    if not kernels_quantize(out_dtype, x.device):
+        return _add_norm_native(x, y, gate, scale, shift, weight, bias, eps, out_dtype)
+    total, out = kernels.add_layer_norm(x, y, gate, weight, bias, eps, scale, shift, out_dtype)
+    return total, QuantizedRows(*out)
 
 
 def _add_cuda(x, y, gate):
@@ -60,16 +74,17 @@ def layer_norm_modulate(
     bias: torch.Tensor | None = None,
     eps: float = 1e-6,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | QuantizedRows:
     """n * (1 + scale) + shift with n = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension.
 
     Ba et al., "Layer Normalization", 2016; Peebles and Xie, "Scalable Diffusion Models with Transformers", 2022.
     x: [..., D] floating point, any strides.  shift, scale: as for `modulate`, or None.  weight, bias: [D] or None.
-    Returns x's shape in out_dtype (x's own where not given). ValueError where shift, scale, weight or bias does not
-    fit x, or x is not floating point.
+    Returns x's shape in out_dtype: x's own where not given; `QuantizedRows` for an FP8 one. ValueError where shift,
+    scale, weight or bias does not fit x, or x is not floating point.
     """
     scale, shift = _vector("scale", scale, x), _vector("shift", shift, x)
-    _check_affine(x, weight, bias)
+    if weight is not None or bias is not None:
+        _check_affine(x, weight, bias)
     return _norm(x, scale, shift, weight, bias, eps, out_dtype or x.dtype)
 
 
@@ -83,7 +98,7 @@ def add_layer_norm_modulate(
     bias: torch.Tensor | None = None,
     eps: float = 1e-6,
     out_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | QuantizedRows]:
     """(total, `layer_norm_modulate` of total) with total = x + gate * y in x's dtype: the new residual stream as well.
 
     y: x's shape, any float dtype and strides.  gate: as shift and scale, or None for 1.  The norm sees total as it is

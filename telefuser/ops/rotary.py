@@ -7,6 +7,8 @@ from telefuser.kernel.triton.launch import MAX_IN_REGISTERS
 from telefuser.ops.base import CustomOpFunction, register_custom_op
 from telefuser.ops.normalization import rms_norm_unrounded
 
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
 
 def _rotary_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     # Real arithmetic only: some accelerators cannot index complex tensors. float64 tables are used as they are for
@@ -14,7 +16,7 @@ def _rotary_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     # seen.
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else torch.promote_types(x.dtype, cos.dtype)
     first, second = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.to(wide), sin.to(wide)
+    cos, sin = (t.to(wide)[:, None] if t.dim() == 2 else t.to(wide) for t in (cos, sin))
     return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2).to(x.dtype)
 
 
@@ -73,8 +75,10 @@ def apply_rotary_emb(x: torch.Tensor, freqs: tuple[torch.Tensor, torch.Tensor], 
 
 
 def _pair(freqs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(freqs, (tuple, list)) and len(freqs) == 2 and all(isinstance(t, torch.Tensor) for t in freqs):
-        return freqs[0], freqs[1]
+    if isinstance(freqs, (tuple, list)) and len(freqs) == 2:
+        cos, sin = freqs
+        if isinstance(cos, torch.Tensor) and isinstance(sin, torch.Tensor):
+            return cos, sin
     kinds = [type(t).__name__ for t in freqs] if isinstance(freqs, (tuple, list)) else type(freqs).__name__
     raise ValueError(
         f"freqs must be the pair (cos, sin) of tensors, not {kinds}; split a complex table into .real, .imag"
@@ -82,7 +86,11 @@ def _pair(freqs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch
 
 
 def _beside(name: str, table: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
-    """A view of `table` with D/2 columns that broadcasts against x's leading dimensions."""
+    """`table` itself where it is [S, D/2] beside [B, S, H, D], the models' form, which spares the host two views; else
+    a view with D/2 columns that broadcasts against x's leading dimensions.
+    """
+    if axis == 1 and table.dtype in _FLOATS and table.shape == (x.shape[1], x.shape[3] // 2):
+        return table
     tokens, width = x.shape[axis], x.shape[-1]
     batch = x.shape[1 if axis == 0 else 0]
     shape = tuple(table.shape)

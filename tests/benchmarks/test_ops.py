@@ -26,7 +26,11 @@ def test_every_case_is_right_and_counts_its_bytes(name):
     element = {"add_layer_norm_modulate fp32 stream": 4 + 2 + 4 + 2, "add_gated fp32 stream": 4 + 2 + 4}
     element |= {"rms_norm_rotary q and k": 8, "add_layer_norm_modulate bf16": 8, "silu_and_mul": 6}
     element |= {"layer_norm_modulate fp32 to bf16": 6}
-    assert case.bytes() == 6 * 32 * element.get(name, 4)
+    element |= {"layer_norm_modulate fp32 to fp8": 5, "add_layer_norm_modulate fp32 stream to fp8": 4 + 2 + 4 + 1}
+    element |= {"gelu_tanh to fp8": 3, "silu_and_mul to fp8": 5, "quantize_rows fp8": 3}
+    of_scales = 6 * 4 if "fp8" in name else 0
+    of_vectors = sum(t.numel() * t.element_size() for t in case.others)
+    assert case.bytes() == 6 * 32 * element.get(name, 4) + of_scales + of_vectors
 
 
 def test_the_rivals_compute_the_same():
@@ -59,7 +63,7 @@ def test_the_sweep_finds_the_fastest_settings_and_restores_the_rule(monkeypatch)
 
     monkeypatch.setattr(ops, "_times", times)
     monkeypatch.setattr(ops, "SWEPT", {("norm", 2): ["rms_norm"]})
-    tables = ops.sweep([(4, 768), (4, 2048)], Timer(CPU), [1, 2])
+    tables = ops.sweep(Timer(CPU), [(4, 768), (4, 2048)])
     assert tables == {("norm", 2): (launch.SAFE[0], (1536, best), (1 << 62, best))}
     assert launch.launch_of is regular
 
@@ -73,7 +77,8 @@ def test_smoke_runs_and_records_nothing(tmp_path, capsys):
 
 
 def test_what_was_measured_is_recorded_although_another_operator_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(ops, "SHAPES", [(6, 32)])
+    for name in ("gelu_tanh", "rms_norm"):
+        monkeypatch.setitem(op_cases.SHAPES_OF, name, ((6, 32),))
     monkeypatch.setattr(Timer, "copy_ceiling", lambda *_: 0.1)
     broken = op_cases.OPS["gelu_tanh"](6, 32, CPU)
     broken.ours = torch.zeros_like

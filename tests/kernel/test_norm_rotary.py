@@ -52,7 +52,7 @@ def test_slices_of_one_projection_are_read_where_they_lie(device):
 
 def test_empty_input_launches_nothing(device, monkeypatch):
     # B26
-    monkeypatch.setattr(norm_rotary, "_rms_norm_rotary_kernel", None)
+    monkeypatch.setattr(norm_rotary, "_norm_rotary_kernel", None)
     x = torch.empty(2, 0, 48, device=device)
     assert rms_norm_rotary(x, x, None, None, *tables(1, 0, 1, 12, device=device), 2)[1].shape == (2, 0, 2, 24)
 

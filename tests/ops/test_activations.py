@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import telefuser.kernel.triton as kernels
+from telefuser.ops import activations
 from telefuser.ops.activations import (
     ACT2CLS,
     GEGLU,
@@ -17,8 +18,10 @@ from telefuser.ops.activations import (
     get_activation,
     silu_and_mul,
 )
+from telefuser.ops.quantized_rows import QuantizedRows
 from telefuser.platforms import CudaPlatform, RocmPlatform
 from tests.golden import golden_dir
+from tests.kernel.interpreter import round_fp8_as_hardware_does
 from tests.ops.machines import on_cpu, recording_tf_kernel, use
 from tests.tolerances import assert_close
 
@@ -243,3 +246,19 @@ def test_gelu_tanh_alone(dtype, interpreted_cuda, monkeypatch):
         assert_close(out, wanted)
     assert launched == ["gelu_tanh", "gelu_tanh"]
     assert gelu.state_dict() == {}
+
+
+@pytest.mark.parametrize("on", ["native", "kernel"])
+def test_fp8_rows_of_activations(on, request, monkeypatch):
+    if on == "kernel":
+        platform = request.getfixturevalue("interpreted_cuda")
+        monkeypatch.setattr(type(platform), "fp8_unavailable_reason", lambda *_: None)
+        round_fp8_as_hardware_does(monkeypatch)
+    x = torch.randn(2, 7, 64)
+    e4m3 = torch.float8_e4m3fn
+    with torch.no_grad():
+        pairs = [(activations.gelu_tanh(x, e4m3), activations.gelu_tanh(x)), (silu_and_mul(x, e4m3), silu_and_mul(x))]
+        pairs.append((gelu_and_mul(x, e4m3), gelu_and_mul(x)))
+    for got, wanted in pairs:
+        assert isinstance(got, QuantizedRows)
+        assert ((got.dequantize(torch.float32) - wanted).abs() <= wanted.abs() / 15 + got.scales / 400).all()

@@ -177,6 +177,9 @@ def test_kernels_run_with_the_device_of_their_tensors_current():
     entered = []
 
     class TwoDevices:
+        def device_count(self):
+            return 2
+
         def current_device(self):
             return 0
 

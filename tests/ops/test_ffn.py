@@ -2,10 +2,11 @@ import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from telefuser.ops.ffn import PROJECTIONS, FeedForward
-from tests.tolerances import assert_close
+from telefuser.ops.ffn import PROJECTIONS, FeedForward, linear_gelu_tanh
+from tests.tolerances import assert_close, rel_error
 
 NAMES = ["gelu", "gelu-approximate", "geglu", "geglu-approximate", "swiglu", "linear-silu"]
 
@@ -104,3 +105,21 @@ def test_gradients_equal_diffusers():
 def test_a_network_without_hidden_units_is_refused(sizes):
     with pytest.raises(ValueError, match="the hidden width must be at least 1"):
         FeedForward(8, **sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projection_and_gelu_in_one_step(dtype):
+    linear, x = nn.Linear(24, 40).to(dtype), torch.randn(2, 5, 24, dtype=dtype)
+    wanted = F.gelu(F.linear(x.double(), linear.weight.double(), linear.bias.double()), approximate="tanh")
+    assert rel_error(linear_gelu_tanh(x, linear), wanted) < (1e-6 if dtype is torch.float32 else 5e-3)
+    # A hook, another class of layer or a layer without bias is called as it is.
+    called = []
+    hook = linear.register_forward_hook(lambda *_: called.append(1))
+    linear_gelu_tanh(x, linear)
+    hook.remove()
+    assert called == [1]
+    bare = nn.Linear(24, 40, bias=False).to(dtype)
+    wanted = F.gelu(F.linear(x.double(), bare.weight.double()), approximate="tanh")
+    assert rel_error(linear_gelu_tanh(x, bare), wanted) < (1e-6 if dtype is torch.float32 else 8e-3)
+    rows = linear_gelu_tanh(x, linear, torch.float8_e4m3fn)
+    assert rel_error(rows.dequantize(torch.float32), linear_gelu_tanh(x, linear)) < 0.04

@@ -7,7 +7,7 @@ from torch import nn
 from telefuser import platforms
 from telefuser.core.config import QuantKernelBackend
 from telefuser.ops.fp8_gemm import ORDER, TABLE, Product, choose, native_linear
-from telefuser.ops.fp8_quantization import _quantize_native, quantize_rows
+from telefuser.ops.fp8_quantization import quantize_rows, quantize_rows_native
 from telefuser.ops.quantized_linear import LinearFP8, convert_params_to_buffers, replace_linear_layers
 from tests.tolerances import assert_close, rel_error, tolerance
 
@@ -102,7 +102,7 @@ def test_every_product_here_agrees_with_the_native_form():
 def test_quantiser_kernel_equals_the_formula(dtype, width):
     x = (torch.randn(3, 50, width, device="cuda") * 3).to(dtype)
     x[1, 3] = 0
-    (q, scale), (wanted, wanted_scale) = quantize_rows(x, E4M3), _quantize_native(x, E4M3)
+    (q, scale), (wanted, wanted_scale) = quantize_rows(x, E4M3), quantize_rows_native(x, E4M3)
     assert torch.equal(scale, wanted_scale)
     assert torch.equal(q.view(torch.uint8), wanted.view(torch.uint8))
 

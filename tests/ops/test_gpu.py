@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import telefuser.kernel.triton as kernels
+from telefuser import platforms
+from telefuser.kernel.triton import launch
 from telefuser.ops import (
     AdaLayerNormContinuous,
     LayerNorm,
@@ -24,8 +26,12 @@ from telefuser.ops.activations import (
     GELUTanh,
     SwiGLU,
     gelu_and_mul,
+    gelu_tanh,
     silu_and_mul,
 )
+from telefuser.ops.ffn import linear_gelu_tanh
+from telefuser.ops.fp8_quantization import quantize_rows
+from telefuser.ops.quantized_rows import QuantizedRows
 from tests.kernel.layouts import LAYOUTS, strided
 from tests.ops.machines import use
 from tests.ops.rounding import assert_rounded_once
@@ -35,7 +41,8 @@ from tests.tolerances import assert_close
 pytestmark = pytest.mark.gpu
 HALF = [torch.bfloat16, torch.float16]
 LAUNCHERS = ("rms_norm", "layer_norm", "fused_scale_shift", "apply_rotary_embedding", "activate", "activate_and_mul")
-LAUNCHERS += ("add_layer_norm", "add_gated", "rms_norm_rotary")
+LAUNCHERS += ("add_layer_norm", "add_gated", "rms_norm_rotary", "per_token_quant_fp8", "activate_quant_fp8")
+LAUNCHERS += ("activate_and_mul_quant_fp8",)
 
 
 class NativeOnly:
@@ -146,6 +153,81 @@ def test_norm_and_rotation_agree_with_native(heads, width, dtype, launched, monk
         assert_close(out, native)
         if dtype in HALF:
             assert_rounded_once(out, native)
+
+
+def quantised(width):
+    """Each operator that hands on FP8 rows, of one [B, S, width] tensor, with the launcher it must take."""
+    torch.manual_seed(0)
+    fp8 = platforms.current_platform.fp8_dtype
+    row = torch.randn(2, 6 * width, device="cuda").chunk(6, dim=1)
+    ops = {
+        "norm": (lambda x: layer_norm_modulate(x, row[0], row[1], out_dtype=fp8), "layer_norm"),
+        "sum": (lambda x: add_layer_norm_modulate(x, x, *row[:3], out_dtype=fp8)[1], "add_layer_norm"),
+        "gelu": (lambda x: gelu_tanh(x, fp8), "activate_quant_fp8"),
+        "alone": (lambda x: QuantizedRows(*quantize_rows(x, fp8)), "per_token_quant_fp8"),
+    }
+    if width % 2 == 0:
+        ops["gated"] = (lambda x: silu_and_mul(x, fp8), "activate_and_mul_quant_fp8")
+    return ops
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("width", [1, 63, 100, 1128, 1536, 8960, 13824, 65536])
+@pytest.mark.usefixtures("poison_empty")
+def test_quantised_results_agree_with_native(width, dtype, launched, monkeypatch):
+    x = (torch.randn(2, 7, width, device="cuda") * 2 + 0.5).to(dtype)
+    x[0, 1] = 0
+    x[1, 2, 0] = float("nan")
+    for name, (op, launcher) in quantised(width).items():
+        launched.clear()
+        out = op(x)
+        assert launched == [launcher], name
+        with monkeypatch.context() as patch:
+            use(patch, NativeOnly())
+            native = op(x)
+        assert torch.equal(out.scales.isnan(), native.scales.isnan())
+        assert out.scales[1, 2].isnan()
+        # Float32 arithmetic in another order moves a scale by its last digits and few values by a step of FP8.
+        # A lone number may lie where GELU's own formula has no digits left.
+        near = {"rtol": 2e-5 if width > 1 else 0.1, "atol": 1e-9 if width == 1 else 1e-30}
+        torch.testing.assert_close(out.scales, native.scales, **near, equal_nan=True)
+        got, wanted = out.values.float(), native.values.float()
+        differing = (got != wanted) & ~(got.isnan() & wanted.isnan())
+        assert differing.float().mean() < (0 if name == "alone" else 0.01) + 1e-9, name
+        step = (wanted.abs() / 7).clamp_min(2.0**-9)
+        assert ((got - wanted).abs() <= step)[differing].all(), name
+
+
+def test_a_launch_is_kept_and_its_replay_is_the_same(launched):
+    for width in (100, 1536):
+        for name, (op, _) in {**operators(width, torch.bfloat16), **quantised(width)}.items():
+            launch._REPLAYS.clear()
+            first, second = torch.randn(2, 2, 7, width, device="cuda").bfloat16()
+            wanted = op(second)
+            launch._REPLAYS.clear()
+            op(first)
+            got = op(second)
+            for a, b in zip(got, wanted) if isinstance(got, tuple) else ((got, wanted),):
+                assert torch.equal(a.float(), b.float()), name
+            # Another alignment or stride is another launch.
+            shifted = torch.randn(2 * 7 * width + 1, device="cuda").bfloat16()[1:].view(2, 7, width)
+            for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (op(shifted), op(shifted.clone())))):
+                assert torch.equal(a.float(), b.float()), name
+
+
+def test_projection_and_gelu_in_one_kernel():
+    linear = torch.nn.Linear(192, 320).cuda().bfloat16()
+    x = torch.randn(2, 7, 192, device="cuda").bfloat16()
+    wanted = torch.nn.functional.gelu(
+        x.double() @ linear.weight.double().t() + linear.bias.double(), approximate="tanh"
+    )
+    out = linear_gelu_tanh(x, linear)
+    assert out.shape == (2, 7, 320)
+    assert (out.double() - wanted).norm() / wanted.norm() < 2e-3
+    for slice_of in (x[:, 1:6], x[:, :0], x.transpose(0, 1)):
+        assert_close(linear_gelu_tanh(slice_of, linear), gelu_tanh(linear(slice_of)))
+    wide = linear.float()
+    assert_close(linear_gelu_tanh(x.float(), wide), gelu_tanh(wide(x.float())))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

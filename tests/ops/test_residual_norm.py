@@ -6,6 +6,8 @@ from torch import nn
 
 import telefuser.kernel.triton as kernels
 from telefuser.ops import LayerNorm, add_gated, add_layer_norm_modulate, layer_norm_modulate, modulate
+from telefuser.ops.quantized_rows import QuantizedRows
+from tests.kernel.interpreter import round_fp8_as_hardware_does
 from tests.ops.rounding import assert_rounded_once
 from tests.tolerances import assert_close
 
@@ -108,3 +110,23 @@ def test_what_does_not_fit_is_refused():
         layer_norm_modulate(x, bias=torch.randn(1))
     with pytest.raises(ValueError, match=r"floating-point tensor, got torch\.int64"):
         layer_norm_modulate(torch.ones(2, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("on", ["native", "kernel"])
+def test_fp8_rows_for_the_next_projection(on, request, monkeypatch):
+    if on == "kernel":
+        platform = request.getfixturevalue("interpreted_cuda")
+        monkeypatch.setattr(type(platform), "fp8_unavailable_reason", lambda *_: None)
+        round_fp8_as_hardware_does(monkeypatch)
+    x, y, gate, shift, scale = torch.randn(5, 2, 7, 64)
+    e4m3 = torch.float8_e4m3fn
+    with torch.no_grad():
+        rows = layer_norm_modulate(x, shift, scale, out_dtype=e4m3)
+        total, added = add_layer_norm_modulate(x, y, gate, shift, scale, out_dtype=e4m3)
+        wanted_total, wanted_added = add_layer_norm_modulate(x, y, gate, shift, scale, out_dtype=torch.float32)
+    assert isinstance(rows, QuantizedRows)
+    assert rows.shape == x.shape
+    for got, wanted in ((rows, layer_norm_modulate(x, shift, scale)), (added, wanted_added)):
+        # Half a step of e4m3 is 2^-4 of the number at most.
+        assert ((got.dequantize(torch.float32) - wanted).abs() <= wanted.abs() / 15 + got.scales / 400).all()
+    assert_close(total, wanted_total)

@@ -5,6 +5,8 @@ import importlib
 _HOME = {
     "activate": "activation",
     "activate_and_mul": "activation",
+    "activate_and_mul_quant_fp8": "quantize",
+    "activate_quant_fp8": "quantize",
     "add_gated": "normalization",
     "add_layer_norm": "normalization",
     "apply_rotary_embedding": "rotary",

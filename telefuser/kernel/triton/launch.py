@@ -1,4 +1,5 @@
-"""Launch settings of the row kernels: fixed, from the width and dtype of the rows and the family of the device.
+"""Launch settings of the row kernels, fixed, from the width and dtype of the rows and the family of the device; and the
+replay of launches that were made before.
 
 Nothing is tuned at run time, so that a first call may be captured in a graph and every process computes alike.
 """
@@ -6,6 +7,7 @@ Nothing is tuned at run time, so that a first call may be captured in a graph an
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,12 +16,13 @@ import torch
 class Launch(NamedTuple):
     """How a row kernel runs."""
 
-    # Threads for one row.
+    # Threads of a program.
     threads: int
-    # Rows that one program takes one after another, with what they share (weights, modulation) kept in registers.
+    # Rows that a program takes one after another, with what they share (weights, modulation) kept in registers. The
+    # next ones are on their way from memory while it computes.
     rows: int
-    # Rows that are on their way from memory at once within a program; 1 leaves that to the other programs.
-    stages: int
+    # Rows that it takes at once: one sum over all of them costs one wait.
+    tile: int
 
 
 # Float32 values of a row that a program holds in registers: 64 a thread with the 256 threads of the safe settings.
@@ -31,11 +34,27 @@ SAFE = ((512, Launch(32, 4, 1)), (1024, Launch(64, 4, 1)), (3072, Launch(128, 4,
 # sm90: best of `python -m benchmarks ops --sweep` on one H200 at 32760 rows of 1536 and of 5120; rows of 1024 and
 # narrower keep the safe settings.
 MEASURED: dict[tuple[str, str, int], tuple[tuple[int, Launch], ...]] = {
-    ("norm", "sm90", 2): (*SAFE[:2], (3072, Launch(64, 2, 1)), (1 << 62, Launch(128, 4, 1))),
-    ("norm", "sm90", 4): (*SAFE[:2], (3072, Launch(64, 2, 1)), (1 << 62, Launch(128, 8, 1))),
-    ("add_norm", "sm90", 2): (*SAFE[:2], (3072, Launch(64, 4, 2)), (1 << 62, Launch(128, 4, 2))),
-    ("add_norm", "sm90", 4): (*SAFE[:2], (3072, Launch(128, 2, 1)), (1 << 62, Launch(128, 32, 2))),
-    ("norm_rotary", "sm90", 2): (*SAFE[:2], (3072, Launch(64, 2, 1)), (1 << 62, Launch(128, 1, 1))),
+    ("rms_norm", "sm90", 2): (*SAFE[:2], (3072, Launch(128, 2, 2)), (1 << 62, Launch(128, 2, 1))),
+    ("norm", "sm90", 2): (*SAFE[:2], (3072, Launch(32, 8, 2)), (1 << 62, Launch(128, 8, 1))),
+    ("norm", "sm90", 4): (*SAFE[:2], (3072, Launch(32, 2, 2)), (1 << 62, Launch(256, 16, 1))),
+    ("norm_fp8", "sm90", 4): (*SAFE[:2], (3072, Launch(32, 16, 1)), (1 << 62, Launch(128, 32, 1))),
+    ("add_norm", "sm90", 2): (*SAFE[:2], (3072, Launch(64, 2, 2)), (1 << 62, Launch(128, 16, 1))),
+    ("add_norm", "sm90", 4): (*SAFE[:2], (3072, Launch(128, 1, 1)), (1 << 62, Launch(128, 16, 1))),
+    ("add_norm_fp8", "sm90", 4): (*SAFE[:2], (3072, Launch(128, 16, 1)), (1 << 62, Launch(256, 16, 1))),
+    ("norm_rotary", "sm90", 2): (*SAFE[:2], (3072, Launch(32, 4, 1)), (1 << 62, Launch(128, 1, 1))),
+    ("rotary", "sm90", 2): (*SAFE[:2], (3072, Launch(64, 16, 1)), (1 << 62, Launch(128, 2, 1))),
+    ("quantize", "sm90", 2): (
+        *SAFE[:2],
+        (3072, Launch(32, 4, 1)),
+        (10240, Launch(64, 2, 1)),
+        (1 << 62, Launch(256, 8, 1)),
+    ),
+    ("quantize_activated", "sm90", 2): (
+        *SAFE[:2],
+        (3072, Launch(64, 2, 1)),
+        (10240, Launch(64, 2, 1)),
+        (1 << 62, Launch(256, 8, 1)),
+    ),
 }
 
 
@@ -68,3 +87,69 @@ def _target():
     from triton.runtime import driver
 
     return driver.active.get_current_target()
+
+
+# A launcher's work on the host - checks, views, settings, Triton's own look at each argument - has the same outcome for
+# tensors of the same dtypes, shapes, strides and alignment, and is 60 us of a call on a host where the launch itself is
+# 9 us. So what it led to is kept, by such a signature, and done again.
+_REPLAYS: dict[tuple, Callable[..., None]] = {}
+# Some kilobytes each; a model needs a few dozen, a long process with ever new shapes starts over.
+MAX_REPLAYS = 4096
+
+
+def signature(*tensors: torch.Tensor | None) -> tuple[tuple, list[int | None]]:
+    """What decides how a kernel is launched for these tensors (all on the first one's device), and where they lie."""
+    key, pointers = [tensors[0].get_device()], []
+    for t in tensors:
+        if t is None:
+            key.append(None)
+            pointers.append(None)
+        else:
+            pointer = t.data_ptr()
+            key.append((t.dtype, t.shape, t.stride(), pointer % 16))
+            pointers.append(pointer)
+    return tuple(key), pointers
+
+
+def find_replay(key: tuple) -> Callable[..., None] | None:
+    """What `keep_replay` kept for `key`: a function of the addresses of the tensors in the kernel's order."""
+    return _REPLAYS.get(key)
+
+
+def keep_replay(key: tuple, compiled: object, grid: int, others: tuple) -> None:
+    """Keep one launch for `key`: the program that Triton returned from it, and the arguments after the tensors.
+
+    others: every argument that is not a tensor, the constants too, in the kernel's order. Nothing is kept where Triton
+    gives no program back (its interpreter) or takes other arguments (before 3.4).
+    """
+    if not hasattr(compiled, "packed_metadata") or not _can_replay():
+        return
+    if len(_REPLAYS) >= MAX_REPLAYS:
+        _REPLAYS.clear()
+    _REPLAYS[key] = _replay_of(compiled, grid, others)
+
+
+@functools.cache
+def _can_replay() -> bool:
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)
+
+
+def _replay_of(compiled, grid: int, others: tuple) -> Callable[..., None]:
+    from triton import knobs
+    from triton.runtime import driver
+
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    runner = compiled[(grid, 1, 1)]
+    device = driver.active.get_current_device()
+    get_stream, hooks = driver.active.get_current_stream, knobs.runtime
+
+    def replay(*pointers: int | None) -> None:
+        if hooks.launch_enter_hook is not None or hooks.launch_exit_hook is not None:
+            # A profiler listens, and wants to be told what is launched.
+            runner(*pointers, *others)
+            return
+        run(grid, 1, 1, get_stream(device), function, metadata, None, None, None, *pointers, *others)
+
+    return replay

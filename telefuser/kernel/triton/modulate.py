@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 
 from telefuser.kernel import constexpr, jit, tl
-from telefuser.kernel.triton.rows import block_of, check, row_offset, row_views, sizes, spread, strides, warps_of
+from telefuser.kernel.triton import launch
+from telefuser.kernel.triton.rows import (
+    block_of,
+    check,
+    contiguous_like,
+    row_offset,
+    row_views,
+    sizes,
+    spread,
+    strides,
+    warps_of,
+)
 
 MAX_BLOCK = 2048
 
@@ -42,17 +53,26 @@ def fused_scale_shift(
     memory. Returns a contiguous tensor of x's shape and dtype. Raises ValueError for another dtype of x, RuntimeError
     where scale or shift do not broadcast.
     """
-    check("fused_scale_shift", x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    signature, pointers = launch.signature(x, scale, shift)
+    key = ("fused_scale_shift", scale_constant, signature)
+    replay = launch.find_replay(key)
+    if replay is None:
+        check("fused_scale_shift", x)
+    out = contiguous_like(x, x.dtype)
+    if replay is not None:
+        replay(*pointers, out.data_ptr())
+        return out
     if x.numel() == 0:
         return out
     scale, shift = spread(scale, x), spread(shift, x)
-    for rows, factors, offsets, target in row_views(x, scale, shift, out):
+    views = list(row_views(x, scale, shift, out))
+    for tensors in views:
+        rows, factors, offsets, _ = tensors
         n0, n1, n2, width = sizes(rows)
         block = block_of(width, MAX_BLOCK)
-        _fused_scale_shift_kernel[(n0 * n1 * n2,)](
-            rows, factors, offsets, target, float(scale_constant), n1, n2,
-            *strides(rows), *strides(factors), *strides(offsets),
-            width, BLOCK=block, num_warps=warps_of(block),
-        )  # fmt: skip
+        steps = (*strides(rows), *strides(factors), *strides(offsets))
+        grid, others = n0 * n1 * n2, (float(scale_constant), n1, n2, *steps, width, block)
+        program = _fused_scale_shift_kernel[(grid,)](*tensors, *others, num_warps=warps_of(block))
+        if len(views) == 1:
+            launch.keep_replay(key, program, grid, others)
     return out

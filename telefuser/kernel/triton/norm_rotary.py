@@ -1,70 +1,123 @@
-"""RMS norm over the full width of queries and keys, then rotation of each head. Called by `telefuser.ops.rotary`.
+"""Rotation of every head of a row, and of queries and keys behind an RMS norm over their full width. Called by
+`telefuser.ops.rotary`.
 
-One program takes the query and the key of a token, so that both use the angles it read. Neighbouring pairs lie in one
-thread: a row is read and written in whole vectors, and pairs are taken apart in registers.
+One program takes the query and the key of a token, so that both use the angles it read, and the next token's are on
+their way while it computes. Neighbouring pairs lie in one thread: a row is read and written in whole vectors, and pairs
+are taken apart in registers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from telefuser.kernel import constexpr, jit, tl
 from telefuser.kernel.triton import launch
-from telefuser.kernel.triton.rows import check, dense_columns, load, pieces
+from telefuser.kernel.triton.rows import check, contiguous_like, dense_columns, load, pieces, tile
 
 
 @jit
-def _store_turned(v, weight, cols, mask, cos, sin, out, SIZE: constexpr):
-    """`v` [SIZE] times the weight, its pairs (2i, 2i+1) turned by cos and sin [SIZE / 2], rounded and stored."""
+def _pair(q, k, rows, last, q_step, k_step, cols, mask):
+    """Rows of q and of k as stored; without k q's twice."""
+    v = tile(q, rows, last, q_step, cols, mask)
+    if k is not None:
+        return v, tile(k, rows, last, k_step, cols, mask)
+    else:
+        return v, v
+
+
+@jit
+def _angles(table, rows, last, step, first, HALF: constexpr, COUNT: constexpr, mask):
+    """The angles of COUNT pairs from pair number `first` on, which start over with every head: [rows, COUNT]."""
+    pairs = (first + tl.arange(0, COUNT)) % HALF
+    return tile(table, rows, last, step, pairs, mask).to(tl.float32)
+
+
+@jit
+def _norm(v, w, width, eps, TAIL: constexpr):
+    squares = tl.sum(v * v, 1)
+    if TAIL > 0:
+        squares += tl.sum(w * w, 1)
+    return (1.0 / tl.sqrt(squares / width + eps))[:, None]
+
+
+@jit
+def turn(a, b, cos, sin):
+    """(a, b) turned. What is rounded before the sum is written out: the same numbers whichever kernel does it."""
+    return tl.fma(a, cos, -(b * sin)), tl.fma(a, sin, b * cos)
+
+
+@jit
+def _store_turned(v, weight, cos, sin, out, rows, last, width, cols, mask, TILE: constexpr, SIZE: constexpr):
+    """`v` [TILE, SIZE] times the weight, its pairs (2i, 2i+1) turned by cos and sin [TILE, SIZE / 2], rounded."""
     if weight is not None:
-        v *= load(weight, cols, mask)
-    a, b = tl.split(tl.reshape(v, [SIZE // 2, 2]))
-    v = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), [SIZE])
-    tl.store(out + cols, v.to(out.dtype.element_ty), mask=mask)
+        v *= load(weight, cols, mask)[None, :]
+    a, b = tl.split(tl.reshape(v, [TILE, SIZE // 2, 2]))
+    a, b = turn(a, b, cos, sin)
+    v = tl.reshape(tl.join(a, b), [TILE, SIZE])
+    there = (rows < last)[:, None]
+    if mask is not None:
+        there = there & mask[None, :]
+    tl.store(out + rows.to(tl.int64)[:, None] * width + cols[None, :], v.to(out.dtype.element_ty), mask=there)
 
 
 @jit(do_not_specialize=["n1", "tiles", "rows"])
-def _rms_norm_rotary_kernel(
+def _norm_rotary_kernel(
     q, k, q_weight, k_weight, cos, sin, q_out, k_out,
     n1, tiles, rows, q0, q1, k0, k1, cos0, cos1, sin0, sin1, width, eps,
-    HALF: constexpr, HEAD: constexpr, TAIL: constexpr, STAGES: constexpr,
+    NORM: constexpr, HALF: constexpr, HEAD: constexpr, TAIL: constexpr, WHOLE: constexpr, TILE: constexpr,
+    AHEAD: constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     i0 = (program // tiles).to(tl.int64)
-    first = ((program % tiles) * rows).to(tl.int64)
+    first = (program % tiles) * rows
+    last = tl.minimum(first + rows, n1)
+    q += i0 * q0
+    q_out += i0 * n1 * width
+    if k is not None:
+        k += i0 * k0
+        k_out += i0 * n1 * width
+    cos += i0 * cos0
+    sin += i0 * sin0
     head = tl.arange(0, HEAD)
+    now = first + tl.arange(0, TILE)
+    next_q, next_k = _pair(q, k, now, last, q1, k1, head, None)
     if TAIL > 0:
         tail = HEAD + tl.arange(0, TAIL)
-        tail_pairs = HEAD // 2 + tl.arange(0, TAIL // 2)
-        mask = tail < width
-        pair_mask = tail_pairs < width // 2
-    for i in tl.range(0, tl.minimum(rows, n1 - first).to(tl.int32), num_stages=STAGES):
-        i1 = first + i
-        at = (i0 * n1 + i1) * width
+        mask = None if WHOLE else tail < width
+        pair_mask = None if WHOLE else HEAD // 2 + tl.arange(0, TAIL // 2) < width // 2
+        next_q_tail, next_k_tail = _pair(q, k, now, last, q1, k1, tail, mask)
+    for start in range(first, last, TILE):
+        now = start + tl.arange(0, TILE)
         # All loads come before the first sum, which every thread waits for.
-        q_row, cos_row, sin_row = q + i0 * q0 + i1 * q1, cos + i0 * cos0 + i1 * cos1, sin + i0 * sin0 + i1 * sin1
-        k_row = k + i0 * k0 + i1 * k1
-        q_head, k_head = load(q_row, head, None), load(k_row, head, None)
+        c = _angles(cos, now, last, cos1, 0, HALF, HEAD // 2, None)
+        s = _angles(sin, now, last, sin1, 0, HALF, HEAD // 2, None)
+        v, w = next_q.to(tl.float32), next_k.to(tl.float32)
+        if AHEAD:
+            next_q, next_k = _pair(q, k, now + TILE, last, q1, k1, head, None)
+        v_tail, w_tail = v, w
         if TAIL > 0:
-            q_tail, k_tail = load(q_row, tail, mask), load(k_row, tail, mask)
-            c_tail, s_tail = load(cos_row, tail_pairs % HALF, pair_mask), load(sin_row, tail_pairs % HALF, pair_mask)
-        angle = tl.arange(0, HEAD // 2) % HALF
-        c_head, s_head = load(cos_row, angle, None), load(sin_row, angle, None)
-
-        squares = tl.sum(q_head * q_head, 0)
+            c_tail = _angles(cos, now, last, cos1, HEAD // 2, HALF, TAIL // 2, pair_mask)
+            s_tail = _angles(sin, now, last, sin1, HEAD // 2, HALF, TAIL // 2, pair_mask)
+            v_tail, w_tail = next_q_tail.to(tl.float32), next_k_tail.to(tl.float32)
+            if AHEAD:
+                next_q_tail, next_k_tail = _pair(q, k, now + TILE, last, q1, k1, tail, mask)
+        if NORM:
+            norm = _norm(v, v_tail, width, eps, TAIL)
+            v *= norm
+            v_tail *= norm
+        _store_turned(v, q_weight, c, s, q_out, now, last, width, head, None, TILE, HEAD)
         if TAIL > 0:
-            squares += tl.sum(q_tail * q_tail, 0)
-        norm = 1.0 / tl.sqrt(squares / width + eps)
-        _store_turned(q_head * norm, q_weight, head, None, c_head, s_head, q_out + at, HEAD)
-        if TAIL > 0:
-            _store_turned(q_tail * norm, q_weight, tail, mask, c_tail, s_tail, q_out + at, TAIL)
-        squares = tl.sum(k_head * k_head, 0)
-        if TAIL > 0:
-            squares += tl.sum(k_tail * k_tail, 0)
-        norm = 1.0 / tl.sqrt(squares / width + eps)
-        _store_turned(k_head * norm, k_weight, head, None, c_head, s_head, k_out + at, HEAD)
-        if TAIL > 0:
-            _store_turned(k_tail * norm, k_weight, tail, mask, c_tail, s_tail, k_out + at, TAIL)
+            _store_turned(v_tail, q_weight, c_tail, s_tail, q_out, now, last, width, tail, mask, TILE, TAIL)
+        if k is not None:
+            if NORM:
+                norm = _norm(w, w_tail, width, eps, TAIL)
+                w *= norm
+                w_tail *= norm
+            _store_turned(w, k_weight, c, s, k_out, now, last, width, head, None, TILE, HEAD)
+            if TAIL > 0:
+                _store_turned(w_tail, k_weight, c_tail, s_tail, k_out, now, last, width, tail, mask, TILE, TAIL)
 
 
 def rms_norm_rotary(
@@ -80,9 +133,53 @@ def rms_norm_rotary(
     """q and k through `rms_norm` over all C columns, then the pairs (2i, 2i+1) of each head turned, rounded once.
 
     q, k: [B, S, C] float16, bfloat16 or float32 of one dtype, any strides. q_weight, k_weight: [C] or None. cos, sin:
-    broadcastable to [B, S, 1, D/2] with D = C / num_heads even, any float dtype. Returns contiguous [B, S, num_heads,
-    D] tensors of q's dtype. Raises ValueError for other shapes and dtypes, and for C above 16384.
+    broadcastable to [B, S, 1, D/2] with D = C / num_heads even, or [S, D/2]; any float dtype. Returns contiguous
+    [B, S, num_heads, D] tensors of q's dtype. Raises ValueError for other shapes and dtypes, and for C above 16384.
     """
+    signature, pointers = launch.signature(q, k, q_weight, k_weight, cos, sin)
+    key = ("rms_norm_rotary", num_heads, eps, signature)
+    replay = launch.find_replay(key)
+    if replay is None:
+        _check(q, k, q_weight, k_weight, num_heads)
+    batch, tokens, width = q.shape
+    q_out, k_out = (
+        torch.empty((batch, tokens, num_heads, width // num_heads), dtype=q.dtype, device=q.device) for _ in "qk"
+    )
+    if replay is not None:
+        replay(*pointers, q_out.data_ptr(), k_out.data_ptr())
+    elif q.numel() > 0:
+        _launch(key, (q, k, q_weight, k_weight, cos, sin), q_out, k_out, eps)
+    return q_out, k_out
+
+
+def rotate_rows(key: tuple, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The pairs (2i, 2i+1) of x [B, S, N, D] turned by cos and sin, as `apply_rotary_embedding` does, row by row.
+
+    Only for what `turns_in_rows` admits. The launch is kept for `key`.
+    """
+    out = contiguous_like(x, x.dtype)
+    _launch(key, (x, None, None, None, cos, sin), out, None, None)
+    return out
+
+
+def replay_rows(replay: Callable[..., None], x: torch.Tensor, pointers: list[int]) -> torch.Tensor:
+    """`rotate_rows` once more, for the addresses of other tensors of the same kind."""
+    out = contiguous_like(x, x.dtype)
+    x_pointer, cos, sin = pointers
+    replay(x_pointer, None, None, None, cos, sin, out.data_ptr(), None)
+    return out
+
+
+def turns_in_rows(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether the heads of a token of x [B, S, N, D] lie one after another and share a row of angles."""
+    if not x.dim() == cos.dim() == sin.dim() == 4 or x.numel() == 0:
+        return False
+    _, _, heads, size = x.shape
+    lies_in_rows = x.stride(3) == 1 and (heads == 1 or x.stride(2) == size)
+    return lies_in_rows and heads * size <= launch.MAX_IN_REGISTERS and cos.shape[2] == sin.shape[2] == 1
+
+
+def _check(q, k, q_weight, k_weight, num_heads) -> None:
     width = q.shape[-1]
     check("rms_norm_rotary", q, width, q_weight=q_weight, k_weight=k_weight)
     if k.shape != q.shape or k.dtype != q.dtype:
@@ -92,21 +189,27 @@ def rms_norm_rotary(
             f"rms_norm_rotary takes [B, S, C] with C at most {launch.MAX_IN_REGISTERS} and {num_heads} heads of an "
             f"even width, not {tuple(q.shape)}"
         )
-    batch, tokens, _ = q.shape
-    half = width // num_heads // 2
-    q_out = torch.empty((batch, tokens, num_heads, 2 * half), dtype=q.dtype, device=q.device)
-    k_out = torch.empty(q_out.shape, dtype=q.dtype, device=q.device)
-    if q.numel() == 0:
-        return q_out, k_out
-    cos, sin = (dense_columns(t.expand(-1, -1, 1, half)).expand(batch, tokens, 1, half) for t in (cos, sin))
-    q, k = dense_columns(q), dense_columns(k)
-    weights = [w if w is None else w.contiguous() for w in (q_weight, k_weight)]
-    threads, rows, stages = launch.launch_of("norm_rotary", width, q)
-    tiles = -(-tokens // rows)
+
+
+def _launch(key, inputs, q_out, k_out, eps) -> None:
+    """Launch for q and perhaps k; without eps there is no norm. Kept where the inputs are read as they lie."""
+    q, k, q_weight, k_weight, cos, sin = inputs
+    batch, tokens, heads, size = q_out.shape
+    width, half = heads * size, size // 2
+    if eps is not None:
+        q, k = dense_columns(q), dense_columns(k)
+        q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
+    cos, sin = (t[:, None] if t.dim() == 2 else t for t in (cos, sin))
+    cos, sin = (dense_columns(t.expand(*t.shape[:-2], 1, half)).expand(batch, tokens, 1, half) for t in (cos, sin))
+    settings = launch.launch_of("norm_rotary" if k is not None else "rotary", width, q)
+    tiles = -(-tokens // settings.rows)
     head, tail = pieces(width)
-    _rms_norm_rotary_kernel[(batch * tiles,)](
-        q, k, *weights, cos, sin, q_out, k_out,
-        tokens, tiles, rows, *q.stride()[:2], *k.stride()[:2], *cos.stride()[:2], *sin.stride()[:2], width, eps,
-        HALF=half, HEAD=head, TAIL=tail, STAGES=stages, num_warps=launch.warps_of_threads(threads, q),
-    )  # fmt: skip
-    return q_out, k_out
+    tensors = (q, k, q_weight, k_weight, cos, sin, q_out, k_out)
+    steps = [step for t in (q, k, cos, sin) for step in ((0, 0) if t is None else t.stride()[:2])]
+    rest = (tokens, tiles, settings.rows, *steps, width, eps or 0.0)
+    rest += (eps is not None, half, head, tail, head + tail == width, settings.tile, settings.rows > settings.tile)
+    grid = batch * tiles
+    warps = launch.warps_of_threads(settings.threads, q)
+    program = _norm_rotary_kernel[(grid,)](*tensors, *rest, num_warps=warps)
+    if all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(inputs, tensors)):
+        launch.keep_replay(key, program, grid, rest)

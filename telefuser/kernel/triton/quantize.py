@@ -1,63 +1,218 @@
-"""Rows to FP8 with one scale each. Called by `telefuser.ops.fp8_quantization`, whose module text has the formula.
+"""Rows to FP8 with one scale each, as they are or behind an activation, in one pass over memory. Called by
+`telefuser.ops.fp8_quantization`, whose module text has the formula, and `telefuser.ops.activations`.
 
 Only for GPUs whose Triton knows the FP8 type asked for: compute capability 8.9 and up for e4m3fn.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from telefuser.kernel import constexpr, jit, tl
-from telefuser.kernel.triton.rows import block_of, check, warps_of
+from telefuser.kernel.triton import launch
+from telefuser.kernel.triton.activation import ACTIVATIONS, activated
+from telefuser.kernel.triton.rows import check, contiguous_like, load, pieces, tile
 
-MAX_BLOCK = 8192
-_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+BLOCK_OF_WIDE_ROWS = 8192
+
+
+@functools.cache
+def constants_of(dtype: torch.dtype) -> tuple[float, float]:
+    """What a row's peak is multiplied by to give its scale, and the smallest scale."""
+    return 1 / torch.finfo(dtype).max, torch.finfo(torch.float32).tiny
+
+
+def scales_of(x: torch.Tensor) -> torch.Tensor:
+    """An uninitialised [..., 1] float32 for the scales of x's rows; of rows without elements the smallest scale."""
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    return scales if x.shape[-1] else scales.fill_(torch.finfo(torch.float32).tiny)
 
 
 @jit
-def _per_token_quant_fp8_kernel(x, out, scales, s0, s1, width, unit, smallest, BLOCK: constexpr):
+def row_peaks(v):
+    """The largest absolute value of each row of v [rows, cols] float32, as the bits of a float32.
+
+    The bits of floats without sign are in the order of the floats, and NaN is above them all: a maximum of floats
+    would drop it.
+    """
+    return tl.max(tl.abs(v).to(tl.int32, bitcast=True), 1)
+
+
+@jit
+def row_factors(peaks, scales, rows, last, unit, smallest):
+    """Store the scales that follow from `peaks`, and return their reciprocals [rows, 1]."""
+    scale = peaks.to(tl.float32, bitcast=True) * unit
+    # Not a maximum, which would drop NaN. The native form's arithmetic: the values then equal its to the bit.
+    scale = tl.where(scale < smallest, smallest, scale)
+    tl.store(scales + rows.to(tl.int64), scale, mask=rows < last)
+    return tl.div_rn(1.0, scale)[:, None]
+
+
+@jit
+def _value(x, y, rows, last, x_step, y_step, cols, mask):
+    v = tile(x, rows, last, x_step, cols, mask)
+    if y is not None:
+        return v, tile(y, rows, last, y_step, cols, mask)
+    else:
+        return v, v
+
+
+@jit
+def _of_pair(v, w, y, ACTIVATION: constexpr):
+    v = v.to(tl.float32)
+    if ACTIVATION is not None:
+        v = activated(v, ACTIVATION)
+    if y is not None:
+        v *= w.to(tl.float32)
+    return v
+
+
+@jit(do_not_specialize=["count", "rows"])
+def _quantize_rows_kernel(
+    x, y, out, scales, count, rows, x_step, y_step, width, unit, smallest,
+    ACTIVATION: constexpr, HEAD: constexpr, TAIL: constexpr, WHOLE: constexpr, TILE: constexpr,
+    AHEAD: constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * rows
+    last = tl.minimum(first + rows, count)
+    lanes = tl.arange(0, TILE)
+    head = tl.arange(0, HEAD)
+    next_v, next_y = _value(x, y, first + lanes, last, x_step, y_step, head, None)
+    if TAIL > 0:
+        tail = HEAD + tl.arange(0, TAIL)
+        mask = None if WHOLE else tail < width
+        next_w, next_z = _value(x, y, first + lanes, last, x_step, y_step, tail, mask)
+    for start in range(first, last, TILE):
+        now = start + lanes
+        there = (now < last)[:, None]
+        v = _of_pair(next_v, next_y, y, ACTIVATION)
+        if TAIL > 0:
+            w = _of_pair(next_w, next_z, y, ACTIVATION)
+        # The next rows are on their way while these are computed.
+        if AHEAD:
+            next_v, next_y = _value(x, y, now + TILE, last, x_step, y_step, head, None)
+        peaks = row_peaks(v)
+        if TAIL > 0:
+            if AHEAD:
+                next_w, next_z = _value(x, y, now + TILE, last, x_step, y_step, tail, mask)
+            peaks = tl.maximum(peaks, row_peaks(w))
+        factors = row_factors(peaks, scales, now, last, unit, smallest)
+        at = out + now.to(tl.int64)[:, None] * width
+        tl.store(at + head[None, :], (v * factors).to(out.dtype.element_ty), mask=there)
+        if TAIL > 0:
+            if not WHOLE:
+                there = there & mask[None, :]
+            tl.store(at + tail[None, :], (w * factors).to(out.dtype.element_ty), mask=there)
+
+
+@jit
+def _quantize_wide_kernel(
+    x, y, out, scales, x_step, y_step, width, unit, smallest, ACTIVATION: constexpr, BLOCK: constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    x += row * s0
-    out += row * width
+    x += row * x_step
+    if y is not None:
+        y += row * y_step
     lanes = tl.arange(0, BLOCK)
-    peaks = tl.zeros([BLOCK], tl.float32)
+    peaks = tl.zeros([1], tl.int32)
+    for start in range(0, width, BLOCK):
+        v = _block(x, y, start + lanes, width, ACTIVATION)
+        peaks = tl.maximum(peaks, row_peaks(v[None, :]))
+    factor = tl.sum(row_factors(peaks, scales, row + tl.arange(0, 1), row + 1, unit, smallest))
     for start in range(0, width, BLOCK):
         cols = start + lanes
-        v = tl.load(x + cols.to(tl.int64) * s1, mask=cols < width, other=0.0).to(tl.float32)
-        # The second clause keeps NaN, which a maximum would drop.
-        peaks = tl.where((tl.abs(v) > peaks) | (v != v), tl.abs(v), peaks)
-    peak = tl.max(peaks, 0)
-    nans = tl.sum((peaks != peaks).to(tl.int32), 0)
-    # The native form's arithmetic, its correctly rounded division too: the values then equal its to the bit.
-    scale = tl.maximum(peak * unit, smallest)
-    scale = tl.where(nans > 0, float("nan"), scale)
-    tl.store(scales + row, scale)
-    factor = tl.div_rn(1.0, scale)
-    for start in range(0, width, BLOCK):
-        cols = start + lanes
-        mask = cols < width
-        v = tl.load(x + cols.to(tl.int64) * s1, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + cols, (v * factor).to(out.dtype.element_ty), mask=mask)
+        v = _block(x, y, cols, width, ACTIVATION) * factor
+        tl.store(out + row * width + cols, v.to(out.dtype.element_ty), mask=cols < width)
+
+
+@jit
+def _block(x, y, cols, width, ACTIVATION: constexpr):
+    v = load(x, cols, cols < width)
+    if ACTIVATION is not None:
+        v = activated(v, ACTIVATION)
+    if y is not None:
+        v *= load(y, cols, cols < width)
+    return v
 
 
 def per_token_quant_fp8(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K] -> q [..., K] of the FP8 `dtype` and scale [..., 1] float32 with x ≈ q * scale; both contiguous.
 
-    x: float16, bfloat16 or float32, any strides; it is copied only where its leading dimensions do not fold into one.
-    Fewer than 2^31 rows. Raises ValueError for another dtype of x or of the result.
+    x: float16, bfloat16 or float32, any strides; it is copied only where its leading dimensions do not fold into one
+    or its columns are no neighbours. Fewer than 2^31 rows. Raises ValueError for another dtype of x or of the result.
     """
-    check("per_token_quant_fp8", x)
-    if dtype not in _DTYPES:
-        raise ValueError(f"per_token_quant_fp8 gives {', '.join(map(str, _DTYPES))}, not {dtype}")
-    width = x.shape[-1]
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    if scales.numel() == 0:
-        return out, scales
-    rows = x.reshape(scales.numel(), width)
-    block = block_of(width, MAX_BLOCK)
-    _per_token_quant_fp8_kernel[(rows.shape[0],)](
-        rows, out, scales, *rows.stride(), width,
-        1 / torch.finfo(dtype).max, torch.finfo(torch.float32).tiny, BLOCK=block, num_warps=warps_of(block),
-    )  # fmt: skip
+    return _quantize("per_token_quant_fp8", x, None, None, dtype)
+
+
+def activate_quant_fp8(
+    x: torch.Tensor, activation: str, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`per_token_quant_fp8` of activation(x), which is left in float32 between the two.
+
+    activation: as for `activate`; everything else as for `per_token_quant_fp8`.
+    """
+    return _quantize("activate_quant_fp8", x, None, activation, dtype)
+
+
+def activate_and_mul_quant_fp8(
+    x: torch.Tensor, activation: str, gate_first: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`per_token_quant_fp8` of what `activate_and_mul` gives for x [..., 2K], left in float32 between the two."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"activate_and_mul splits the last dimension in two halves; it is {x.shape[-1]}")
+    first, second = x.chunk(2, dim=-1)
+    gate, hidden = (first, second) if gate_first else (second, first)
+    return _quantize("activate_and_mul_quant_fp8", gate, hidden, activation, dtype)
+
+
+def _quantize(name, x, y, activation, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    signature, pointers = launch.signature(x, y)
+    key = (name, activation, dtype, signature)
+    replay = launch.find_replay(key)
+    if replay is None:
+        _check(name, x, activation, dtype)
+    out, scales = contiguous_like(x, dtype), scales_of(x)
+    if replay is not None:
+        replay(*pointers, out.data_ptr(), scales.data_ptr())
+    elif out.numel() > 0:
+        _launch_first(key, x, y, out, scales, activation)
     return out, scales
+
+
+def _check(name, x, activation, dtype) -> None:
+    check(name, x)
+    if dtype not in FP8_DTYPES:
+        raise ValueError(f"{name} gives {', '.join(sorted(map(str, FP8_DTYPES)))}, not {dtype}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"{name} knows {', '.join(ACTIVATIONS)}, not {activation!r}")
+
+
+def _launch_first(key, x, y, out, scales, activation) -> None:
+    """Launch, and keep the launch where it reads the inputs as they lie."""
+    width, count = x.shape[-1], scales.numel()
+    rows, others = (t if t is None else _matrix(t, count, width) for t in (x, y))
+    tensors = (rows, others, out, scales)
+    steps = rows.stride(0), 0 if others is None else others.stride(0)
+    if width > launch.MAX_IN_REGISTERS:
+        rest = (*steps, width, *constants_of(out.dtype), activation, BLOCK_OF_WIDE_ROWS)
+        grid = count
+        program = _quantize_wide_kernel[(grid,)](*tensors, *rest, num_warps=8)
+    else:
+        settings = launch.launch_of("quantize" if activation is None else "quantize_activated", width, x)
+        head, tail = pieces(width)
+        grid = -(-count // settings.rows)
+        rest = (count, settings.rows, *steps, width, *constants_of(out.dtype))
+        rest += (activation, head, tail, head + tail == width, settings.tile, settings.rows > settings.tile)
+        warps = launch.warps_of_threads(settings.threads, x)
+        program = _quantize_rows_kernel[(grid,)](*tensors, *rest, num_warps=warps)
+    if rows.data_ptr() == x.data_ptr() and (y is None or others.data_ptr() == y.data_ptr()):
+        launch.keep_replay(key, program, grid, rest)
+
+
+def _matrix(x: torch.Tensor, count: int, width: int) -> torch.Tensor:
+    """`x` as [count, width] with neighbouring columns, copied only where it has to be."""
+    x = x.reshape(count, width)
+    return x if x.stride(1) == 1 or width == 1 else x.contiguous()

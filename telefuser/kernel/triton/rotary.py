@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from telefuser.kernel import constexpr, jit, tl
+from telefuser.kernel.triton import launch, norm_rotary
 from telefuser.kernel.triton.rows import block_of, check, sizes, strides, warps_of
 
 MAX_BLOCK = 128
@@ -51,7 +52,8 @@ def _apply_rotary_embedding_kernel(
             cols = cols.to(tl.int64)[None, :]
             v = tl.load(x + i2 * x2 + cols * x3, mask=mask, other=0.0).to(tl.float32)
             a, b = tl.split(tl.reshape(v, [ROWS, BLOCK, 2]))
-            v = tl.reshape(tl.join(a * c - b * s, a * s + b * c), [ROWS, 2 * BLOCK])
+            a, b = norm_rotary.turn(a, b, c, s)
+            v = tl.reshape(tl.join(a, b), [ROWS, 2 * BLOCK])
             tl.store(out + i2 * (2 * half) + cols, v.to(out.dtype.element_ty), mask=mask)
         else:
             first, second = j, j + half
@@ -71,18 +73,24 @@ def apply_rotary_embedding(
     2i+1) if `interleaved`, else (i, i + D/2). Returns a contiguous tensor of x's shape and dtype. Raises ValueError
     for another dtype, rank or an odd D.
     """
+    signature, pointers = launch.signature(x, cos, sin)
+    key = ("apply_rotary_embedding", interleaved, signature)
+    replay = launch.find_replay(key)
+    if replay is not None:
+        return norm_rotary.replay_rows(replay, x, pointers)
     check("apply_rotary_embedding", x)
     if not 1 <= x.dim() <= 4 or x.shape[-1] % 2:
         raise ValueError(
             f"apply_rotary_embedding takes up to four dimensions, the last one even; x has shape {tuple(x.shape)}"
         )
+    cos, sin = (t[None, :, None] if t.dim() == 2 and x.dim() == 4 else t for t in (cos, sin))
+    if interleaved and norm_rotary.turns_in_rows(x, cos, sin):
+        return norm_rotary.rotate_rows(key, x, cos, sin)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out
     half = x.shape[-1] // 2
-    cos, sin = (
-        (t.unsqueeze(1) if t.dim() == 2 and x.dim() == 4 else t).expand(*x.shape[:-1], half) for t in (cos, sin)
-    )
+    cos, sin = (t.expand(*x.shape[:-1], half) for t in (cos, sin))
     n0, n1, n2, _ = sizes(x)
     block = block_of(half, MAX_BLOCK)
     rows = _tile_of(n2, TILE // block)
