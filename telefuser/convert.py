@@ -23,7 +23,7 @@ from telefuser.core.weight_writer import WeightWriter
 from telefuser.ops.fp8_quantization import quantize_weight
 from telefuser.ops.quantized_linear import LinearFP8
 from telefuser.pipelines import wan_quantization
-from telefuser.run_report import BytesWatch, RunReport
+from telefuser.run_report import BytesWatch, RunReport, amount
 
 # The common variant, on AMD's CDNA3 too, which converts it while loading.
 FP8 = torch.float8_e4m3fn
@@ -53,7 +53,8 @@ def run(
             f"{found.folder}: is in FP8 already ({len(found.dit.fp8_layers)} layers). Use it as it is."
         )
     # Before a long run, not after it.
-    target = _check_target(Path(os.path.expanduser(target)).resolve(), found.folder.resolve(), force)
+    named = Path(os.path.expanduser(target))
+    target = _check_target(named.resolve(), found.folder.resolve(), force)
     layout = fp8_layout(found.dit, config)
     copies = _files_to_copy(found)
     size = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in layout.values())
@@ -61,8 +62,8 @@ def run(
     free = shutil.disk_usage(target.parent).free
     if free < total + 2**24:
         raise ValueError(f"{target}: {total >> 20} MiB are needed, {free >> 20} MiB are free on that disk")
-    before = found.dit.num_bytes / 2**30
-    report.line(f"{found.source}: {found.name}, {found.layout} layout, DiT {before:.2f} -> {size / 2**30:.2f} GiB")
+    sizes = f"DiT {amount(found.dit.num_bytes)} -> {amount(size)}"
+    report.line(f"{found.source}: {found.name}, {found.layout} layout, {sizes}")
     with _appears_whole(target) as folder, BytesWatch(report, total) as watch:
         _write_config(found, config, folder)
         place = folder / wan_folder.dit_folder(found.layout)
@@ -71,8 +72,8 @@ def run(
                 watch.advance(writer.write(key, tensor))
         for file in copies:
             _copy(file, folder / file.relative_to(found.folder), watch)
-    report.result(target)
-    return target
+    report.result(named)
+    return named
 
 
 def fp8_layout(dit: Component, quantize: QuantConfig) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -23,6 +23,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def amount(num_bytes: float) -> str:
+    """`5.5 MiB`, `13.89 GiB`."""
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f} GiB"
+
+
 class RunReport:
     """Prints to `console`; only results when quiet."""
 
@@ -109,19 +114,15 @@ class BytesWatch:
         if self._bar:
             self._bar.stop()
         if error is None:
-            self._report.line(f"  {self._text(self._done)} in {duration(time.monotonic() - self._started)}")
+            self._report.line(f"  {amount(self._done)} in {duration(time.monotonic() - self._started)}")
 
     def advance(self, num_bytes: int) -> None:
         """Call after each piece; a piece of 100 MB is small."""
         self._done += num_bytes
         now = time.monotonic()
-        text = f"{self._text(self._done)} of {self._text(self._total)}"
+        text = f"{amount(self._done)} of {amount(self._total)}"
         if self._bar:
             self._bar.update(self._task, description=text, completed=self._done)
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES and self._done < self._total:
             self._last_line = now
             self._report.line(f"  {text}")
-
-    @staticmethod
-    def _text(num_bytes: int) -> str:
-        return f"{num_bytes / 2**30:.2f} GiB"

@@ -68,7 +68,7 @@ def test_what_the_folder_holds(tiny_folder, converted):
     assert names == {str(file.relative_to(tiny_folder)) for file in tiny_folder.rglob("*") if file.is_file()}
     assert os.listdir(target.parent) == ["wan-fp8"]
     lines = result.stdout.splitlines()
-    assert "DiT 0.00 -> 0.00 GiB" in lines[0]
+    assert "DiT 0.3 MiB -> 0.2 MiB" in lines[0]
     assert lines[-1] == str(target)
 
 
@@ -194,10 +194,10 @@ def test_a_folder_that_cannot_take_its_name_leaves_the_old_one(tiny_folder, tmp_
 def test_progress_is_told_without_a_terminal_and_drawn_on_one(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("telefuser.run_report._SECONDS_BETWEEN_LINES", 0.0)
     result = telefuser("convert", tiny_folder, tmp_path / "x")
-    assert sum(" of " in line and "GiB" in line for line in result.stdout.splitlines()) > 20
+    assert sum(" of " in line and "MiB" in line for line in result.stdout.splitlines()) > 20
     console = Console(force_terminal=True, width=80, record=True, file=io.StringIO())
     convert.run(str(tiny_folder), tmp_path / "y", report=RunReport(console))
-    assert "GiB" in console.export_text()
+    assert "MiB" in console.export_text()
 
 
 def test_a_source_in_fp8_is_no_source(converted, tmp_path):

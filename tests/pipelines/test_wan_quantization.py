@@ -1,7 +1,6 @@
 """A Wan pipeline whose transformer is in FP8: which layers, from which files, in how much memory, and how close."""
 
 import logging
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -136,8 +135,8 @@ def published(size, dtype=torch.bfloat16, quantize="fp8"):
 def test_the_14b_model_fits_a_card_of_24_gib():
     # On the meta device: sizes only.
     assert published("T2V-14B") <= 15.5
-    assert published("T2V-14B") == pytest.approx(13.9, abs=0.15)
-    assert published("T2V-14B", quantize=None) == pytest.approx(26.9, abs=0.2)
+    assert published("T2V-14B") == pytest.approx(13.9, abs=0.1)
+    assert published("T2V-14B", quantize=None) == pytest.approx(27.0, abs=0.1)
     assert published("T2V-1.3B") < 0.56 * published("T2V-1.3B", quantize=None)
 
 
@@ -154,7 +153,7 @@ def test_the_size_told_before_loading_is_the_size_loaded(quantised, tiny_folder)
 
 
 def test_description_of_a_model(quantised):
-    assert re.fullmatch(r"20 of 26 linear layers in FP8, 0.00 GiB of weights", wan_quantization.describe(quantised.dit))
+    assert wan_quantization.describe(quantised.dit) == "20 of 26 linear layers in FP8"
     assert wan_quantization.describe(WanModel.from_config(DIT)) is None
 
 
