@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import time
 from types import SimpleNamespace
@@ -13,17 +14,12 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from telefuser import convert
-from telefuser.core import checkpoint
-from telefuser.core.fp8_layout import separate_scales
-from telefuser.core.wan_component import Component
-from telefuser.core.wan_keys import dit_key_map
-from telefuser.core.weight_files import CheckpointError, WeightSet
+from telefuser.core import checkpoint, wan_keys
+from telefuser.core.weight_files import CheckpointError
 from telefuser.core.weight_writer import WeightWriter
-from telefuser.models.wan_video_dit import WanModel
-from telefuser.pipelines import wan_quantization
 from telefuser.pipelines.wan_video import WanPipeline
 from telefuser.run_report import RunReport
-from tests.pipelines.conftest import DIT, tiny_folder, write_checkpoint
+from tests.pipelines.conftest import VAE, tiny_folder, write_checkpoint
 from tests.test_cli import refused, telefuser
 
 __all__ = ["tiny_folder"]
@@ -72,33 +68,71 @@ def test_what_the_folder_holds(tiny_folder, converted):
     assert lines[-1] == str(target)
 
 
-def test_the_diffusers_layout_keeps_its_names(tiny_folder, tmp_path):
-    """The official folder spelled the other way: VAE and text encoder are not read by what is tested here."""
-    keys, folder = dit_key_map(), tmp_path / "transformer"
-    folder.mkdir()
-    state = load_file(tiny_folder / "diffusion_pytorch_model.safetensors")
-    save_file({keys.to_diffusers(key): tensor for key, tensor in state.items()}, folder / "model.safetensors")
-    weights = Component("dit", read(folder / "model.safetensors"), DIT, keys.to_official)
-    layout = convert.fp8_layout(weights, wan_quantization.resolve_quantize("fp8"))
-    key = "blocks.1.attn2.to_out.0.weight"
-    assert layout[key] == (torch.float8_e4m3fn, (48, 48))
-    assert layout[f"{key}_scale"] == (torch.float32, (48, 1))
-    with WeightWriter(folder / "fp8.safetensors", layout) as writer:
-        for name, tensor in convert._converted(weights, layout):
-            writer.write(name, tensor)
-    again = Component("dit", read(folder / "fp8.safetensors"), DIT, keys.to_official)
-    assert len(again.fp8_layers) == 20
-    build = wan_quantization.builder(again, None, torch.float32)
-    ours = again.load(build, dtype=torch.float32, fp32_fragments=WanModel.FP32_PARAMETERS)
+def write_diffusers(folder, source):
+    """The official folder spelled the other way, the transformer in two shards with their index."""
+    maps = {
+        "transformer": ("diffusion_pytorch_model", wan_keys.dit_key_map()),
+        "vae": ("Wan2.1_VAE", wan_keys.vae_key_map(num_res_blocks=VAE["num_res_blocks"])),
+        "text_encoder": ("models_t5_tiny", wan_keys.text_encoder_key_map()),
+    }
+    for part, (name, keys) in maps.items():
+        state = load_file(source / f"{name}.safetensors")
+        state = {keys.to_diffusers(key): tensor for key, tensor in state.items()}
+        (folder / part).mkdir(parents=True)
+        if part != "transformer":
+            file = "model" if part == "text_encoder" else "diffusion_pytorch_model"
+            save_file(state, folder / part / f"{file}.safetensors")
+            continue
+        halves, shards = (sorted(state)[::2], sorted(state)[1::2]), {}
+        for i, half in enumerate(halves, 1):
+            shard = f"diffusion_pytorch_model-{i:05d}-of-00002.safetensors"
+            save_file({key: state[key] for key in half}, folder / part / shard)
+            shards |= dict.fromkeys(half, shard)
+        index = folder / part / "diffusion_pytorch_model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": shards}))
+    configs = {
+        "transformer": {
+            "num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 16, "out_channels": 16, "ffn_dim": 64,
+            "text_dim": 32, "freq_dim": 32, "num_layers": 2,
+        },
+        "vae": {**{key: value for key, value in VAE.items() if key != "dim"}, "base_dim": VAE["dim"]},
+        "text_encoder": {
+            "model_type": "umt5", "vocab_size": 32, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16,
+            "num_layers": 2,
+        },
+    }  # fmt: skip
+    for part, config in configs.items():
+        (folder / part / "config.json").write_text(json.dumps(config))
+    shutil.copytree(source / "google" / "tiny", folder / "tokenizer")
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    (folder / "LICENSE.txt").write_text("free")
+    return folder
+
+
+def test_the_diffusers_layout_keeps_its_names_and_needs_no_shards(tiny_folder, tmp_path):
+    source, target = write_diffusers(tmp_path / "diffusers", tiny_folder), tmp_path / "fp8"
+    assert checkpoint.inspect(source).problems == ()
+    assert telefuser("convert", source, target).exit_code == 0
+    names = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
+    assert names == {
+        *("transformer/config.json", "transformer/diffusion_pytorch_model.safetensors", "model_index.json"),
+        *("vae/config.json", "vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer.json"),
+        *("text_encoder/config.json", "text_encoder/model.safetensors", "scheduler/scheduler_config.json"),
+        "LICENSE.txt",
+    }
+    made = load_file(target / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert made["blocks.1.attn2.to_out.0.weight"].dtype is torch.float8_e4m3fn
+    assert made["blocks.1.attn2.to_out.0.weight_scale"].shape == (48, 1)
+    assert json.loads((target / "transformer" / "config.json").read_text())["quantization_config"]
+    found = checkpoint.inspect(target)
+    assert found.problems == ()
+    assert (found.layout, len(found.dit.fp8_layers)) == ("diffusers", 20)
+    ours = WanPipeline.from_pretrained(target, device="cpu").dit
     theirs = WanPipeline.from_pretrained(tiny_folder, device="cpu", quantize="fp8").dit
     for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
-
-
-def read(file):
-    weights = WeightSet([file])
-    separate_scales(weights)
-    return weights
 
 
 # What is refused
