@@ -16,7 +16,7 @@ import telefuser.kernel.triton as kernels
 from telefuser import kernel, platforms
 from telefuser.core.config import QuantKernelBackend
 from telefuser.ops.backend_table import Backend, BackendTable, Entry, Source
-from telefuser.ops.base import CustomOpFunction, register_custom_op
+from telefuser.ops.base import WITHOUT_TRITON, CustomOpFunction, register_custom_op
 from telefuser.ops.fp8_quantization import dequantize_rows, quantize_rows, row_chunks
 
 TABLE = BackendTable("FP8 matrix product", QuantKernelBackend.NATIVE, "it is not part of this version")
@@ -134,8 +134,7 @@ def torch_scaled_mm(entry: Entry, product: Product) -> torch.Tensor:
 
 def _runs_triton() -> str | None:
     platform = platforms.current_platform
-    # A platform without this key takes none of the package's Triton kernels.
-    if "cuda" not in platform.op_keys:
+    if not set(platform.op_keys) - WITHOUT_TRITON:
         return f"Triton kernels do not run on {platform.device_name}"
     return None if kernel.HAS_TRITON else "Triton cannot be imported"
 
