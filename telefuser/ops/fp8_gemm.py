@@ -28,8 +28,13 @@ ORDER = (
     QuantKernelBackend.TORCH_SCALED_MM,
     QuantKernelBackend.TRITON,
 )
-# What x is quantised to beside a weight of these: e4m3 has a bit more, and the tensor cores multiply any pair.
-_X_DTYPE = {torch.float8_e5m2: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.float8_e4m3fnuz}
+_E4M3_OF = {torch.float8_e5m2: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.float8_e4m3fnuz}
+
+
+def rows_dtype(weight_dtype: torch.dtype) -> torch.dtype:
+    """What x is quantised to for a weight of this FP8 dtype: e4m3 beside e5m2, for the tensor cores multiply any pair
+    and it has a bit more."""
+    return _E4M3_OF.get(weight_dtype, weight_dtype)
 
 
 class Product(NamedTuple):
@@ -64,7 +69,7 @@ class GemmBackend(Backend):
     def refuses_weight(self, weight: torch.Tensor) -> str | None:
         """Why it does not take a weight [N, K] of this dtype and these sizes; None when it does."""
         wanted = platforms.current_platform.fp8_dtype
-        if weight.dtype is not wanted and not (self.takes_e5m2 and _X_DTYPE.get(weight.dtype) is wanted):
+        if weight.dtype is not wanted and not (self.takes_e5m2 and _E4M3_OF.get(weight.dtype) is wanted):
             return f"this machine multiplies {wanted}, and a weight is {weight.dtype}"
         rows, columns = weight.shape
         if rows % self.multiple_of or columns % self.multiple_of:
@@ -281,7 +286,7 @@ def _fp8_gemm_opaque(
 
 
 def _gemm_traced(x, x_scale, weight, weight_scale, bias, dtype):
-    if not _multiplies_fp8(x.device, weight.dtype, *weight.shape):
+    if not multiplies_fp8(x.device, weight.dtype, *weight.shape):
         return native_linear(dequantize_rows(x, x_scale, dtype), weight, weight_scale, bias)
     return _fp8_gemm_opaque(x, x_scale, weight, weight_scale, bias, dtype)
 
@@ -302,26 +307,27 @@ def _eager(x, weight, weight_scale, bias):
     choice = choose(x.device, weight) if fits else None
     if choice is None or choice[0].impl is QuantKernelBackend.NATIVE:
         return native_linear(x, weight, weight_scale, bias)
-    quantized, scale = quantize_rows(x, _X_DTYPE.get(weight.dtype, weight.dtype))
+    quantized, scale = quantize_rows(x, rows_dtype(weight.dtype))
     return _multiply(choice, quantized, scale, weight, weight_scale, bias, x.dtype)
 
 
 def _traced(x, weight, weight_scale, bias):
     """The quantiser in plain PyTorch, for the compiler to fuse with what made x, and the product as one opaque node."""
-    if x.dtype is torch.float64 or _needs_grad(x, bias) or not _multiplies_fp8(x.device, weight.dtype, *weight.shape):
+    if x.dtype is torch.float64 or _needs_grad(x, bias) or not multiplies_fp8(x.device, weight.dtype, *weight.shape):
         return native_linear(x, weight, weight_scale, bias)
-    quantized, scale = quantize_rows(x, _X_DTYPE.get(weight.dtype, weight.dtype))
+    quantized, scale = quantize_rows(x, rows_dtype(weight.dtype))
     return _fp8_gemm_opaque(quantized, scale, weight, weight_scale, bias, x.dtype)
 
 
-def _multiplies_fp8(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> bool:
+def multiplies_fp8(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> bool:
+    """Whether a weight [rows, columns] of this FP8 dtype is multiplied as it is on `device`, and not natively."""
     weight = torch.empty(rows, columns, dtype=dtype, device="meta")
     return choose(device, weight)[0].impl is not QuantKernelBackend.NATIVE
 
 
 # The compiler asks once and does not look inside, where packages are searched and devices asked. The attribute is what
 # torch.compiler.assume_constant_result sets; calling that here would import the compiler, 2 to 5 s.
-_multiplies_fp8._dynamo_marked_constant = True
+multiplies_fp8._dynamo_marked_constant = True
 
 # Called with keywords only: the shared rule would ask positional tensors for gradients, and the forms do it themselves.
 _fp8_gemm = CustomOpFunction("fp8_gemm", _gemm_eager, compiled_impl=_gemm_traced)
