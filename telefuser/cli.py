@@ -148,6 +148,26 @@ def check(model: Model, as_json: Json = False, debug: Debug = False) -> None:
 
 
 @app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder, a hub id, or 'tiny'.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The folder to make.")],
+    quantize: Annotated[str, typer.Option(help="The format of the transformer's weights: fp8.")] = "fp8",
+    force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint folder that exists.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print the path only.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint again with its transformer quantised: half the disk, and nothing left to do when it loads.
+
+    The last line printed is the path of the folder, which can be given wherever the source could.
+    """
+    with _one_line_errors(debug):
+        from telefuser.convert import run
+        from telefuser.run_report import RunReport
+
+        run(source, target, report=RunReport(quiet=quiet), quantize=quantize, force=force)
+
+
+@app.command()
 def info(as_json: Json = False, debug: Debug = False) -> None:
     """Say what this machine offers: platform, devices, attention backends, versions, and why the rest is not there."""
     with _one_line_errors(debug):

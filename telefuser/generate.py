@@ -17,11 +17,11 @@ from telefuser.core.config import AttnImplType
 from telefuser.ops import fp8_gemm
 from telefuser.ops.attention.backends import describe_choice
 from telefuser.pipelines import wan_quantization
-from telefuser.pipelines.placement import require_memory
+from telefuser.pipelines.placement import require_memory, weight_bytes
 from telefuser.pipelines.request import GenerationRequest, resolve_dtype, validate_request
 from telefuser.pipelines.video_file import check_output
 from telefuser.pipelines.wan_video import Stage, WanPipeline
-from telefuser.run_report import RunReport, VideoWatch
+from telefuser.run_report import RunReport, VideoWatch, amount
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,9 @@ def run(
     )
     report.stage(_stage("load", start, pipeline))
     if in_fp8 := wan_quantization.describe(pipeline.dit):
-        report.line(f"  DiT: {in_fp8}; products by {fp8_gemm.describe_choice(device)}")
+        # Why it is no other product is what `telefuser info` is for.
+        product = fp8_gemm.describe_choice(device).partition(" (")[0]
+        report.line(f"  {in_fp8}, DiT {amount(weight_bytes(pipeline.dit))}, {product}")
     if pipeline.loaded_as["offload"]:
         report.line("  each model is on the device only during its stage")
     return _make_all(pipeline, request, paths, report)

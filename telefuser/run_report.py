@@ -23,6 +23,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def amount(num_bytes: float) -> str:
+    """`5.5 MiB`, `13.89 GiB`."""
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f} GiB"
+
+
 class RunReport:
     """Prints to `console`; only results when quiet."""
 
@@ -86,3 +91,38 @@ class VideoWatch:
         self._stage_started = self._last_line = time.monotonic()
         if self._bar:
             self._bar.reset(self._task, description=_NEXT_STAGE.get(stage.name, ""), total=None, left="")
+
+
+class BytesWatch:
+    """Bytes on their way: `with BytesWatch(report, total) as w: w.advance(written)`."""
+
+    def __init__(self, report: RunReport, total: int):
+        self._report, self._total, self._done = report, max(total, 1), 0
+        self._bar: Progress | None = None
+        self._task = None
+        self._started = self._last_line = time.monotonic()
+
+    def __enter__(self) -> "BytesWatch":
+        if self._report.console.is_terminal and not self._report.quiet:
+            columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=self._report.console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+        if error is None:
+            self._report.line(f"  {amount(self._done)} in {duration(time.monotonic() - self._started)}")
+
+    def advance(self, num_bytes: int) -> None:
+        """Call after each piece; a piece of 100 MB is small."""
+        self._done += num_bytes
+        now = time.monotonic()
+        text = f"{amount(self._done)} of {amount(self._total)}"
+        if self._bar:
+            self._bar.update(self._task, description=text, completed=self._done)
+        elif now - self._last_line >= _SECONDS_BETWEEN_LINES and self._done < self._total:
+            self._last_line = now
+            self._report.line(f"  {text}")

@@ -106,7 +106,7 @@ def test_quantize_is_done_and_said(model, here):
     result = telefuser("generate", PROMPT, "-o", "out.mp4", "--model", model, "--device", "cpu", "--quantize", "fp8")
     assert result.exit_code == 0, result.output
     (line,) = [line for line in result.stdout.splitlines() if "FP8" in line]
-    assert line.startswith("  DiT: 20 of 26 linear layers in FP8")
+    assert line.startswith("  20 of 26 linear layers in FP8, DiT 0.2 MiB")
     assert "NATIVE" in line
     assert read_video("out.mp4")[2]["quantize"] == "fp8"
 

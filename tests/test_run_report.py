@@ -9,7 +9,7 @@ from rich.console import Console
 
 from telefuser import run_report
 from telefuser.pipelines.wan_video import Stage
-from telefuser.run_report import RunReport, VideoWatch, duration
+from telefuser.run_report import BytesWatch, RunReport, VideoWatch, amount, duration
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,23 @@ from telefuser.run_report import RunReport, VideoWatch, duration
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_amount():
+    assert [amount(size) for size in (0, 5.5 * 2**20, 13.887 * 2**30)] == ["0.0 MiB", "5.5 MiB", "13.89 GiB"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_bytes_on_their_way(terminal):
+    output = io.StringIO()
+    report = RunReport(Console(file=output, force_terminal=terminal, width=100, color_system=None))
+    with BytesWatch(report, 2**21) as watch:
+        watch.advance(2**20)
+        time.sleep(0.15 if terminal else 0)
+        watch.advance(2**20)
+    assert "2.0 MiB in 0." in output.getvalue()
+    # Without a terminal a line tells of a long run only.
+    assert ("1.0 MiB of 2.0 MiB" in output.getvalue()) == terminal
 
 
 def run(terminal, quiet=False, steps=4):

@@ -81,6 +81,7 @@ class QuantKernelBackend(Enum):
     BITSANDBYTES = auto()
     TORCH_SCALED_MM = auto()
     NATIVE = auto()
+    TRITON = auto()
 
 
 @dataclass(frozen=True)

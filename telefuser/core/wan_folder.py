@@ -81,6 +81,11 @@ def find_weights(folder: Path, layout: str, component: str) -> tuple[Path, ...]:
     )
 
 
+def dit_folder(layout: str) -> str:
+    """Where the transformer lies within a checkpoint folder; "" is the folder itself."""
+    return _PLACES[layout]["dit"][0]
+
+
 def find_config(folder: Path, layout: str, component: str) -> Path | None:
     """The config.json that speaks of this component, if there is one; the official layout has a single one for all."""
     file = folder / ("config.json" if layout == "official" else _CONFIGS[component])

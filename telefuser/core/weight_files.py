@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -216,7 +216,7 @@ def _read_safetensors_header(file: Path) -> dict[str, TensorEntry]:
         header.pop("__metadata__", None)
         entries, end = {}, 0
         for key, value in header.items():
-            dtype = _SAFETENSORS_DTYPES.get(value["dtype"], value["dtype"].lower())
+            dtype = SAFETENSORS_DTYPES.get(value["dtype"], value["dtype"].lower())
             entries[key] = TensorEntry(file, tuple(value["shape"]), dtype)
             begin, stop = value["data_offsets"]
             if dtype in _BITS and stop - begin != entries[key].num_bytes:

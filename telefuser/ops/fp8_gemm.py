@@ -12,16 +12,29 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from telefuser import platforms
+import telefuser.kernel.triton as kernels
+from telefuser import kernel, platforms
 from telefuser.core.config import QuantKernelBackend
 from telefuser.ops.backend_table import Backend, BackendTable, Entry, Source
-from telefuser.ops.base import CustomOpFunction, register_custom_op
+from telefuser.ops.base import WITHOUT_TRITON, CustomOpFunction, register_custom_op
 from telefuser.ops.fp8_quantization import dequantize_rows, quantize_rows, row_chunks
 
 TABLE = BackendTable("FP8 matrix product", QuantKernelBackend.NATIVE, "it is not part of this version")
 # Elements of a weight that exist in a wide dtype at a time: 64 MiB in float32, and 1200 rows of Wan 14B's widest layer.
 _CHUNK = 2**24
-ORDER = (QuantKernelBackend.TF_KERNEL, QuantKernelBackend.VLLM, QuantKernelBackend.TORCH_SCALED_MM)
+ORDER = (
+    QuantKernelBackend.TF_KERNEL,
+    QuantKernelBackend.VLLM,
+    QuantKernelBackend.TORCH_SCALED_MM,
+    QuantKernelBackend.TRITON,
+)
+_E4M3_OF = {torch.float8_e5m2: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.float8_e4m3fnuz}
+
+
+def rows_dtype(weight_dtype: torch.dtype) -> torch.dtype:
+    """What x is quantised to for a weight of this FP8 dtype: e4m3 beside e5m2, for the tensor cores multiply any pair
+    and it has a bit more."""
+    return _E4M3_OF.get(weight_dtype, weight_dtype)
 
 
 class Product(NamedTuple):
@@ -41,12 +54,27 @@ class GemmBackend(Backend):
     """What an FP8 product takes.
 
     what: its name for people.  out_dtypes: dtypes of the result, the preferred one first.
+    multiple_of: what in_features and out_features must be multiples of.
+    takes_e5m2: whether a weight may be of the kind with more range and less precision.
     refuses: a last question about the device of the tensors; a sentence or None.
     """
 
     what: str = ""
     out_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    # Most kernels read 16 bytes at a time.
+    multiple_of: int = 16
+    takes_e5m2: bool = False
     refuses: Callable[[torch.device], str | None] | None = None
+
+    def refuses_weight(self, weight: torch.Tensor) -> str | None:
+        """Why it does not take a weight [N, K] of this dtype and these sizes; None when it does."""
+        wanted = platforms.current_platform.fp8_dtype
+        if weight.dtype is not wanted and not (self.takes_e5m2 and _E4M3_OF.get(weight.dtype) is wanted):
+            return f"this machine multiplies {wanted}, and a weight is {weight.dtype}"
+        rows, columns = weight.shape
+        if rows % self.multiple_of or columns % self.multiple_of:
+            return f"a weight has {rows} rows of {columns}, and both must be multiples of {self.multiple_of}"
+        return None
 
 
 def backend(impl: QuantKernelBackend, **declared) -> Callable:
@@ -109,6 +137,26 @@ def torch_scaled_mm(entry: Entry, product: Product) -> torch.Tensor:
     )
 
 
+def _runs_triton() -> str | None:
+    platform = platforms.current_platform
+    if not set(platform.op_keys) - WITHOUT_TRITON:
+        return f"Triton kernels do not run on {platform.device_name}"
+    return None if kernel.HAS_TRITON else "Triton cannot be imported"
+
+
+@backend(
+    QuantKernelBackend.TRITON,
+    what="a Triton kernel, for any sizes and for e5m2",
+    out_dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    multiple_of=1,
+    takes_e5m2=True,
+    requires=_runs_triton,
+    refuses=lambda device: platforms.current_platform.fp8_unavailable_reason(device),
+)
+def triton(entry: Entry, product: Product) -> torch.Tensor:
+    return kernels.scaled_mm_fp8(*product)
+
+
 @backend(
     QuantKernelBackend.NATIVE,
     what="stored in FP8, multiplied in the input's dtype",
@@ -139,16 +187,22 @@ def native_linear(
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _first_usable(device: torch.device) -> tuple[GemmBackend, Entry, str]:
-    """The first of `ORDER` that multiplies on `device`, else NATIVE, and why those before it do not."""
-    reasons = []
+def _first_usable(device: torch.device, weight: torch.Tensor | None = None) -> tuple[GemmBackend, Entry, str]:
+    """The first of `ORDER` that multiplies on `device`, and takes `weight`, else NATIVE; why those before it do not."""
+    reasons: dict[str, list[str]] = {}
     for impl in ORDER:
         record, found = TABLE.record(impl), TABLE.probe(impl, device)
         reason = found if isinstance(found, str) else record.refuses and record.refuses(device)
+        if not reason and weight is not None:
+            reason = record.refuses_weight(weight)
         if not reason:
-            return record, found, "; ".join(reasons)
-        reasons.append(f"{impl.name}: {reason}")
-    return TABLE.record(TABLE.fallback), Entry(), "; ".join(reasons)
+            return record, found, _joined(reasons)
+        reasons.setdefault(reason, []).append(impl.name)
+    return TABLE.record(TABLE.fallback), Entry(), _joined(reasons)
+
+
+def _joined(reasons: dict[str, list[str]]) -> str:
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
 
 
 def choose(device: torch.device, weight: torch.Tensor) -> tuple[GemmBackend, Entry]:
@@ -158,29 +212,17 @@ def choose(device: torch.device, weight: torch.Tensor) -> tuple[GemmBackend, Ent
     """
     platform = platforms.current_platform
     if device.type == platform.device_type:
-        kind, reason = _unsuitable(weight)
-        if reason is None:
-            record, found, reason = _first_usable(device)
-            if record.impl is not TABLE.fallback:
-                return record, found
-            kind = "device"
+        record, found, reasons = _first_usable(device, weight)
+        if record.impl is not TABLE.fallback:
+            return record, found
         if not isinstance(platform, platforms.CpuPlatform):
+            kind = "shape" if weight.dtype is platform.fp8_dtype else "dtype"
+            kind = "device" if _first_usable(device)[0].impl is TABLE.fallback else kind
             TABLE.warn_once(
                 (TABLE.fallback, kind),
-                f"{TABLE.title}: weights stay in FP8 but are multiplied in the dtype of the input: {reason}",
+                f"{TABLE.title}: weights stay in FP8 but are multiplied in the dtype of the input: {reasons}",
             )
     return TABLE.record(TABLE.fallback), Entry()
-
-
-def _unsuitable(weight: torch.Tensor) -> tuple[str, str | None]:
-    """A kind of reason and the sentence why no FP8 product takes this weight; the sentence is None when one does."""
-    wanted = platforms.current_platform.fp8_dtype
-    if weight.dtype is not wanted:
-        return "dtype", f"this machine multiplies {wanted}, and a weight is {weight.dtype}"
-    # The kernels read 16 bytes at a time.
-    if weight.shape[0] % 16 or weight.shape[1] % 16:
-        return "shape", f"a weight has {weight.shape[0]} rows of {weight.shape[1]}, and both must be multiples of 16"
-    return "", None
 
 
 def describe_choice(device: torch.device | str | None = None) -> str:
@@ -188,7 +230,12 @@ def describe_choice(device: torch.device | str | None = None) -> str:
     device = platforms.current_platform.default_device() if device is None else torch.device(device)
     record, _, reasons = _first_usable(device)
     line = f"{record.impl.name}: {record.what}"
-    return f"{line} ({reasons})" if reasons else line
+    line = f"{line} ({reasons})" if reasons else line
+    odd = torch.empty(1, 1, dtype=platforms.current_platform.fp8_dtype, device="meta")
+    other = _first_usable(device, odd)[0]
+    if other.impl is record.impl:
+        return line
+    return f"{line}. {other.impl.name} where a size is no multiple of 16: {other.what}"
 
 
 def _multiply(choice, x, x_scale, weight, weight_scale, bias, dtype):
@@ -239,7 +286,7 @@ def _fp8_gemm_opaque(
 
 
 def _gemm_traced(x, x_scale, weight, weight_scale, bias, dtype):
-    if not _multiplies_fp8(x.device, weight.dtype, *weight.shape):
+    if not multiplies_fp8(x.device, weight.dtype, *weight.shape):
         return native_linear(dequantize_rows(x, x_scale, dtype), weight, weight_scale, bias)
     return _fp8_gemm_opaque(x, x_scale, weight, weight_scale, bias, dtype)
 
@@ -260,26 +307,27 @@ def _eager(x, weight, weight_scale, bias):
     choice = choose(x.device, weight) if fits else None
     if choice is None or choice[0].impl is QuantKernelBackend.NATIVE:
         return native_linear(x, weight, weight_scale, bias)
-    quantized, scale = quantize_rows(x, weight.dtype)
+    quantized, scale = quantize_rows(x, rows_dtype(weight.dtype))
     return _multiply(choice, quantized, scale, weight, weight_scale, bias, x.dtype)
 
 
 def _traced(x, weight, weight_scale, bias):
     """The quantiser in plain PyTorch, for the compiler to fuse with what made x, and the product as one opaque node."""
-    if x.dtype is torch.float64 or _needs_grad(x, bias) or not _multiplies_fp8(x.device, weight.dtype, *weight.shape):
+    if x.dtype is torch.float64 or _needs_grad(x, bias) or not multiplies_fp8(x.device, weight.dtype, *weight.shape):
         return native_linear(x, weight, weight_scale, bias)
-    quantized, scale = quantize_rows(x, weight.dtype)
+    quantized, scale = quantize_rows(x, rows_dtype(weight.dtype))
     return _fp8_gemm_opaque(quantized, scale, weight, weight_scale, bias, x.dtype)
 
 
-def _multiplies_fp8(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> bool:
+def multiplies_fp8(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> bool:
+    """Whether a weight [rows, columns] of this FP8 dtype is multiplied as it is on `device`, and not natively."""
     weight = torch.empty(rows, columns, dtype=dtype, device="meta")
     return choose(device, weight)[0].impl is not QuantKernelBackend.NATIVE
 
 
 # The compiler asks once and does not look inside, where packages are searched and devices asked. The attribute is what
 # torch.compiler.assume_constant_result sets; calling that here would import the compiler, 2 to 5 s.
-_multiplies_fp8._dynamo_marked_constant = True
+multiplies_fp8._dynamo_marked_constant = True
 
 # Called with keywords only: the shared rule would ask positional tensors for gradients, and the forms do it themselves.
 _fp8_gemm = CustomOpFunction("fp8_gemm", _gemm_eager, compiled_impl=_gemm_traced)
@@ -296,8 +344,8 @@ def fp8_gemm(
 ) -> torch.Tensor:
     """(x * x_scale) (weight * weight_scale)ᵀ + bias in `dtype`, for operators that hand their result on in FP8.
 
-    x [..., K] and weight [N, K] in the same FP8 dtype, x_scale [..., 1] and weight_scale [N, 1] float32, as
-    `quantize_rows` gives them; bias [N], any float dtype, or None. Returns [..., N].
+    x [..., K] and weight [N, K] in FP8, of one kind or x in e4m3 and weight in e5m2; x_scale [..., 1] and weight_scale
+    [N, 1] float32, as `quantize_rows` gives them; bias [N], any float dtype, or None. Returns [..., N].
     """
     return _fp8_gemm(x=x, x_scale=x_scale, weight=weight, weight_scale=weight_scale, bias=bias, dtype=dtype)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from telefuser.ops.fp8_gemm import fp8_gemm, fp8_linear
+from telefuser.ops.fp8_gemm import fp8_gemm, fp8_linear, multiplies_fp8, rows_dtype
 from telefuser.ops.fp8_quantization import FP8_DTYPES, dequantize_rows, hardware_dtype, quantize_weight
 from telefuser.ops.quantized_rows import QuantizedRows
 
@@ -102,6 +102,15 @@ class LinearFP8(nn.Module):
         """The dtype that stands for the layer: of its bias, else of the weight it was made from; casts change it."""
         return self._dtype if self.bias is None else self.bias.dtype
 
+    @property
+    def rows_dtype(self) -> torch.dtype:
+        """The FP8 dtype in which `QuantizedRows` are best handed in."""
+        return rows_dtype(self.weight.dtype)
+
+    def takes_rows(self, device: torch.device) -> bool:
+        """Whether `QuantizedRows` on `device` are multiplied as they are; otherwise a wide input loses fewer digits."""
+        return multiplies_fp8(device, self.weight.dtype, self.out_features, self.in_features)
+
     def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         if isinstance(x, QuantizedRows):
             return self._multiply_rows(x)
@@ -115,9 +124,10 @@ class LinearFP8(nn.Module):
 
     def _multiply_rows(self, x: QuantizedRows) -> torch.Tensor:
         values, scales = x
-        if values.dtype is not self.weight.dtype or values.dim() == 0 or values.shape[-1] != self.in_features:
+        fits = values.dtype in (self.rows_dtype, self.weight.dtype)
+        if not fits or values.dim() == 0 or values.shape[-1] != self.in_features:
             raise ValueError(
-                f"LinearFP8 takes quantised rows of {self.weight.dtype} [..., {self.in_features}], got "
+                f"LinearFP8 takes quantised rows of {self.rows_dtype} [..., {self.in_features}], got "
                 f"{values.dtype} of shape {tuple(values.shape)}"
             )
         if scales.shape != (*values.shape[:-1], 1) or scales.dtype is not torch.float32:

@@ -8,8 +8,8 @@ import torch
 class QuantizedRows(NamedTuple):
     """A tensor in FP8 with one scale a row: x ≈ values * scales.
 
-    values: [..., K] in an FP8 dtype, that of the weight they meet.  scales: [..., 1] float32, as `quantize_rows` gives
-    them. `LinearFP8` takes it as its input, so that the quantisation costs no pass of its own.
+    values: [..., K] in FP8, the `rows_dtype` of the layer they meet.  scales: [..., 1] float32, as `quantize_rows`
+    gives them. `LinearFP8` takes it as its input, so that quantising costs no pass of its own; `takes_rows` says where.
     """
 
     values: torch.Tensor

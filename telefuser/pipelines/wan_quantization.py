@@ -72,9 +72,8 @@ def _stays_float32(name: str) -> bool:
 
 
 def describe(model: nn.Module) -> str | None:
-    """One line about the FP8 layers of a loaded model; None where it has none."""
+    """What the FP8 layers of a loaded model are to the others; None where it has none."""
     kinds = [type(module) for module in model.modules() if isinstance(module, nn.Linear | LinearFP8)]
     if not (count := kinds.count(LinearFP8)):
         return None
-    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    return f"{count} of {len(kinds)} linear layers in FP8, {size / 2**30:.2f} GiB of weights"
+    return f"{count} of {len(kinds)} linear layers in FP8"

@@ -18,6 +18,7 @@ from tests.platforms.simulate import gpu_build
 from tests.tolerances import assert_close, rel_error, tolerance
 
 __all__ = ["fresh_table", "gpu", "installed"]
+E4M3 = torch.float8_e4m3fn
 NATIVE, SCALED_MM = QuantKernelBackend.NATIVE, QuantKernelBackend.TORCH_SCALED_MM
 CPU = torch.device("cpu")
 
@@ -129,7 +130,7 @@ def test_tf_kernel_first_then_vllm_then_pytorch(gpu, installed):
     gpu((9, 0), tf_kernel=extension(calls))
     assert torch.equal(fp8_linear(x, weight, scale, bias), out)
     assert calls == ["tf_kernel"]
-    assert describe_choice() == "TF_KERNEL: tf_kernel.fp8_scaled_mm"
+    assert describe_choice().startswith("TF_KERNEL: tf_kernel.fp8_scaled_mm. NATIVE where a size is no multiple of 16")
 
 
 def test_fast_accumulation_is_for_hopper(gpu, monkeypatch):
@@ -162,6 +163,87 @@ def test_another_format_than_the_hardware_multiplies_goes_native(dtype, gpu):
     x = torch.randn(3, 64)
     assert torch.equal(fp8_linear(x, weight, scale, bias), native_linear(x, weight, scale, bias))
     assert platform.calls == []
+
+
+@pytest.fixture
+def with_kernels(gpu, interpreted_cuda, monkeypatch):
+    """`gpu` of a machine that takes the package's Triton kernels, through the interpreter; `launched` counts them."""
+    import telefuser.kernel.triton as kernels
+    from tests.kernel.interpreter import round_fp8_as_hardware_does
+
+    round_fp8_as_hardware_does(monkeypatch)
+    launch = kernels.scaled_mm_fp8
+
+    def install(arch=(9, 0)):
+        platform = gpu(arch)
+        platform.op_keys, platform.launched = ("cuda",), []
+
+        def record(x, x_scale, weight, weight_scale, bias, dtype):
+            platform.launched.append((x.dtype, weight.dtype, dtype))
+            return launch(x, x_scale, weight, weight_scale, bias, dtype)
+
+        monkeypatch.setattr(kernels, "scaled_mm_fp8", record)
+        return platform
+
+    return install
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(48, 60), (31, 64), (31, 45)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_awkward_sizes_take_the_triton_kernel(rows, columns, dtype, with_kernels, caplog):
+    # B84
+    platform = with_kernels()
+    weight, scale, bias = layer(rows, columns)
+    x = torch.randn(2, 3, columns).to(dtype)
+    x[1, 0] = 0
+    out = fp8_linear(x, weight, scale, bias)
+    assert platform.launched == [(E4M3, E4M3, dtype)]
+    assert platform.calls == []
+    assert_close(out, exact(x, weight, scale, bias), "fp8_linear")
+    assert torch.equal(out[1, 0], bias.to(dtype))
+    assert warnings(caplog) == []
+    fp8_linear(torch.randn(3, 64).to(dtype), *layer()[:2])
+    assert len(platform.calls) == len(platform.launched) == 1
+
+
+def test_an_e5m2_weight_meets_e4m3_rows(with_kernels):
+    platform = with_kernels()
+    weight, scale, bias = layer(dtype=torch.float8_e5m2)
+    x = torch.randn(8, 64).bfloat16()
+    out = fp8_linear(x, weight, scale, bias)
+    assert platform.launched == [(E4M3, torch.float8_e5m2, torch.bfloat16)]
+    # Against the dequantised weight the rounding of e4m3 is all that is left.
+    assert_close(out, exact(x, weight, scale, bias), "fp8_linear")
+    rows = quantize_rows(x, torch.float8_e5m2)
+    out = fp8_gemm.fp8_gemm(*rows, weight, scale, bias, torch.bfloat16)
+    assert_close(out, exact(dequantize_rows(*rows, torch.float64), weight, scale, bias), "matmul")
+
+
+def test_triton_where_pytorch_is_too_old(with_kernels, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.7.1+cu128"))
+    with_kernels((8, 9))
+    assert choose(CPU, layer()[0])[0].impl is QuantKernelBackend.TRITON
+    assert describe_choice().startswith(
+        "TRITON: a Triton kernel, for any sizes and for e5m2 (TF_KERNEL: package tf_kernel"
+    )
+    assert "TORCH_SCALED_MM: PyTorch 2.7.1+cu128 scales rows on compute capability 9.x only" in describe_choice()
+    with_kernels((9, 0))
+    assert "TRITON where a size is no multiple of 16" in describe_choice()
+    with_kernels((8, 6))
+    assert choose(CPU, layer()[0])[0].impl is NATIVE
+
+
+def test_no_triton_kernel_below_its_capability_or_without_triton(with_kernels, monkeypatch):
+    # B82
+    with_kernels((8, 0))
+    weight, scale, bias = layer(31, 45)
+    x = torch.randn(3, 45)
+    assert torch.equal(fp8_linear(x, weight, scale, bias), native_linear(x, weight, scale, bias))
+    monkeypatch.setattr(fp8_gemm.kernel, "HAS_TRITON", False)
+    platform = with_kernels((9, 0))
+    assert torch.equal(fp8_linear(x, weight, scale, bias), native_linear(x, weight, scale, bias))
+    assert "NATIVE where a size is no multiple of 16" in describe_choice()
+    assert platform.launched == []
 
 
 def test_amd_multiplies_its_own_variant_and_loads_nothing_of_cuda(monkeypatch, installed):

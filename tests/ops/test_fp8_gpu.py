@@ -176,3 +176,35 @@ def test_compiled_layer():
     out = torch.compile(model, fullgraph=True)(x)
     # The fused GELU is not rounded to bfloat16 before FP8, so 3 % of its values fall one FP8 step (6 %) aside.
     assert rel_error(out, model(x)) <= 0.03
+
+
+@pytest.mark.usefixtures("fp8_hardware")
+@pytest.mark.parametrize(("columns", "rows"), [(100, 63), (1537, 1536), (5120, 5119), (8960, 1536)])
+@pytest.mark.parametrize("kind", [E4M3, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_triton_kernel_at_any_size(columns, rows, kind, dtype):
+    # B84: many tiles, few rows, a last tile that is not full
+    record = TABLE.record(QuantKernelBackend.TRITON)
+    entry = TABLE.probe(QuantKernelBackend.TRITON, torch.device("cuda", 0))
+    assert not isinstance(entry, str), entry
+    fp8 = LinearFP8(nn.Linear(columns, rows, device="cuda", dtype=dtype), kind)
+    for tokens in (1, 17, 64, 65, 2001):
+        q, scale = quantize_rows(torch.randn(tokens, columns, device="cuda", dtype=dtype), E4M3)
+        out = record.run(entry, Product(q, scale, fp8.weight, fp8.weight_scale, fp8.bias, dtype))
+        wanted = native_linear(q.float() * scale, fp8.weight, fp8.weight_scale, fp8.bias)
+        assert out.dtype is dtype
+        # The tensor cores of Hopper keep 14 bits of the sum.
+        assert_close(out, wanted, "matmul", torch.bfloat16)
+
+
+@pytest.mark.usefixtures("fp8_hardware")
+def test_odd_sizes_and_e5m2_are_multiplied_in_fp8():
+    for columns, rows, kind in ((100, 63, E4M3), (512, 256, torch.float8_e5m2)):
+        linear = nn.Linear(columns, rows, device="cuda", dtype=torch.bfloat16)
+        fp8 = LinearFP8(linear, kind)
+        assert choose(torch.device("cuda", 0), fp8.weight)[0].impl is QuantKernelBackend.TRITON
+        x = torch.randn(300, columns, device="cuda", dtype=torch.bfloat16)
+        x[7] = 0
+        out = fp8(x)
+        assert_close(out, linear(x), "fp8_linear" if kind is E4M3 else "fp8_linear_e5m2")
+        assert torch.equal(out[7], linear.bias)

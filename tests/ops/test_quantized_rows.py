@@ -74,6 +74,23 @@ def test_rows_that_do_not_fit_are_refused():
         layer(QuantizedRows(rows.values, rows.scales.double()))
 
 
+@pytest.mark.parametrize("kind", [E4M3, torch.float8_e5m2])
+def test_a_producer_asks_the_layer_what_to_hand_over(kind, gpu):
+    layer, odd = LinearFP8(nn.Linear(64, 32), kind), LinearFP8(nn.Linear(64, 31), kind)
+    assert layer.rows_dtype is E4M3
+    device = torch.device("cpu")
+    assert not layer.takes_rows(device)
+    assert layer(rows_of(torch.randn(3, 64), layer.rows_dtype)).isfinite().all()
+    gpu()
+    assert layer.takes_rows(device) == (kind is E4M3)
+    assert not odd.takes_rows(device)
+    seen = []
+    torch.compile(lambda x: seen.append(layer.takes_rows(x.device)) or x, backend="eager", fullgraph=True)(
+        torch.ones(2)
+    )
+    assert seen == [kind is E4M3]
+
+
 def test_rows_without_elements(machine):
     layer = LinearFP8(nn.Linear(64, 32))
     assert layer(rows_of(torch.randn(2, 0, 64))).shape == (2, 0, 32)

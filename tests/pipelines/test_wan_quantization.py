@@ -1,7 +1,6 @@
 """A Wan pipeline whose transformer is in FP8: which layers, from which files, in how much memory, and how close."""
 
 import logging
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from torch import nn
 
 from telefuser.core import checkpoint
 from telefuser.core.config import QuantConfig, QuantType
+from telefuser.core.model_loading import load_model
 from telefuser.models.wan_video_dit import WAN_DIT_SIZES, WanModel
 from telefuser.ops.fp8_quantization import quantize_weight
 from telefuser.ops.quantized_linear import LinearFP8, replace_linear_layers
@@ -136,8 +136,8 @@ def published(size, dtype=torch.bfloat16, quantize="fp8"):
 def test_the_14b_model_fits_a_card_of_24_gib():
     # On the meta device: sizes only.
     assert published("T2V-14B") <= 15.5
-    assert published("T2V-14B") == pytest.approx(13.9, abs=0.15)
-    assert published("T2V-14B", quantize=None) == pytest.approx(26.9, abs=0.2)
+    assert published("T2V-14B") == pytest.approx(13.9, abs=0.1)
+    assert published("T2V-14B", quantize=None) == pytest.approx(27.0, abs=0.1)
     assert published("T2V-1.3B") < 0.56 * published("T2V-1.3B", quantize=None)
 
 
@@ -154,7 +154,7 @@ def test_the_size_told_before_loading_is_the_size_loaded(quantised, tiny_folder)
 
 
 def test_description_of_a_model(quantised):
-    assert re.fullmatch(r"20 of 26 linear layers in FP8, 0.00 GiB of weights", wan_quantization.describe(quantised.dit))
+    assert wan_quantization.describe(quantised.dit) == "20 of 26 linear layers in FP8"
     assert wan_quantization.describe(WanModel.from_config(DIT)) is None
 
 
@@ -190,3 +190,36 @@ def test_the_host_never_holds_a_wide_copy(tmp_path):
     # Beside the model a mapping, 80 MiB when five tensors of 16 MiB were read through it, and temporaries with the
     # holes that they leave in the heap. A copy in bfloat16 would take 192 MiB and the mapping, in float32 384.
     assert grown < size + 80 + 64, f"{grown:.0f} MiB"
+
+
+@pytest.mark.gpu
+def test_a_gpu_run_in_fp8_resident_and_offloaded(tiny_folder):
+    given = {"device": "cuda", "dtype": "bf16", "quantize": "fp8"}
+    resident, offloaded = (WanPipeline.from_pretrained(tiny_folder, **given, offload=o) for o in (False, True))
+    assert next(resident.dit.blocks.parameters()).is_cuda
+    assert not next(offloaded.dit.blocks.parameters()).is_cuda
+    videos = [pipeline("a red cat", seed=5).frames.float() for pipeline in (resident, offloaded)]
+    assert rel_error(*videos) < 1e-3
+    for name, layer in resident.dit.named_modules():
+        if isinstance(layer, LinearFP8):
+            # The formula has one result on every device.
+            twin = offloaded.dit.get_submodule(name)
+            assert torch.equal(layer.weight.cpu().view(torch.uint8), twin.weight.view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+def test_the_gpu_holds_one_wide_layer_at_a_time(tmp_path):
+    save_file({f"{i}.weight": torch.ones(4096, 4096).bfloat16() for i in range(6)}, tmp_path / "big.safetensors")
+
+    def build():
+        model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(6)])
+        replace_linear_layers(model)
+        return model
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    files = [tmp_path / "big.safetensors"]
+    model = load_model(build, files, dtype=torch.bfloat16, device="cuda", quantize=quantize_weight)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    # The layer as stored and the temporaries of a piece of it.
+    assert torch.cuda.max_memory_allocated() - before <= size + 4096 * 4096 * 2 + 24 * 2**20

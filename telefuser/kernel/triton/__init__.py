@@ -15,6 +15,7 @@ _HOME = {
     "per_token_quant_fp8": "quantize",
     "rms_norm": "normalization",
     "rms_norm_rotary": "norm_rotary",
+    "scaled_mm_fp8": "fp8_gemm",
 }
 
 __all__ = sorted(_HOME)

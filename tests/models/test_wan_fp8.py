@@ -1,0 +1,75 @@
+"""`WanModel` with its block linears in FP8: the values, and one graph a block under torch.compile."""
+
+import pytest
+import torch
+from torch import nn
+
+from telefuser.models.wan_video_dit import WanModel
+from telefuser.ops.quantized_linear import WAN_HIGH_PRECISION, LinearFP8, replace_linear_layers
+from tests.models.test_wan_video_dit import TINY, cast_as_loaded, latents, text
+from tests.ops.fp8_machines import fresh_table, gpu
+from tests.tolerances import rel_error, tolerance
+
+__all__ = ["fresh_table", "gpu"]
+
+
+@pytest.fixture(params=["native", "fp8 product"])
+def machine(request, gpu):
+    torch._dynamo.reset()
+    yield gpu() if request.param == "fp8 product" else None
+    torch._dynamo.reset()
+
+
+def model(dtype=torch.float32, fp8=True) -> WanModel:
+    torch.manual_seed(0)
+    wan = WanModel(**TINY)
+    for parameter in wan.parameters():
+        nn.init.normal_(parameter, std=0.15)
+    cast_as_loaded(wan, dtype)
+    if fp8:
+        report = replace_linear_layers(wan, skip=WAN_HIGH_PRECISION)
+        assert len(report.replaced) == 20
+    return wan.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_velocity_stays_close(dtype, machine):
+    # Random weights: 20 roundings of 2.6 or 3.7 % each, which the residual stream dilutes.
+    given = latents(2), torch.tensor([300.0, 800.0]), text(2, 5)
+    out, wanted = model(dtype)(*given), model(dtype, fp8=False)(*given)
+    assert out.dtype is torch.float32
+    assert 0 < rel_error(out, wanted) < 0.06
+    # The samples of a batch do not share scales.
+    one = model(dtype)(given[0][:1], given[1][:1], given[2][:1])
+    assert rel_error(out[:1], one) < 10 * tolerance("matmul", dtype)
+
+
+def test_a_block_is_one_graph(machine):
+    # B114: each linear is one opaque node where the machine multiplies FP8, and none elsewhere
+    wan, graphs = model(torch.bfloat16), []
+
+    def look(graph, example_inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    given = latents(), torch.tensor([300.0]), text(1, 5)
+    wanted = wan(*given)
+    for block in wan.blocks:
+        block.compile(backend=look, fullgraph=True)
+    for step in (300.0, 700.0):
+        out = wan(given[0], torch.tensor([step]), given[2])
+        if step == 300.0:
+            assert rel_error(out, wanted) < tolerance("model", torch.bfloat16)
+    # Both blocks and both steps share one graph.
+    (targets,) = graphs
+    linears = sum(isinstance(module, LinearFP8) for module in wan.blocks[0].modules())
+    # Keys and values of the text are made outside of the block.
+    nodes = sum("fp8_gemm" in target for target in targets)
+    assert nodes == 0 if machine is None else 0 < nodes <= linears - 2
+
+
+def test_the_whole_model_is_one_graph(machine):
+    wan = model()
+    given = latents(), torch.tensor([300.0]), text(1, 5)
+    compiled = torch.compile(wan, backend="eager", fullgraph=True)
+    assert rel_error(compiled(*given), wan(*given)) < tolerance("model", torch.float32)
