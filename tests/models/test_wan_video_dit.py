@@ -15,7 +15,9 @@ from telefuser.core.model_loading import load_model
 from telefuser.core.wan_keys import dit_config, dit_key_map
 from telefuser.models import wan_video_dit
 from telefuser.models.wan_video_dit import WAN_DIT_SIZES, WanModel, rope_angles
+from telefuser.ops.attention import MaskMap, SparseAttentionState
 from tests.golden import golden_dir
+from tests.ops.attention.reference import reference as formula_attention
 from tests.ops.machines import interpreted_cuda as interpreted_cuda
 from tests.tolerances import rel_error, tolerance
 
@@ -325,6 +327,106 @@ def test_sparse_config_leaves_cross_attention_dense():
     for block in model.blocks:
         assert block.self_attn.attention_config is config
         assert block.cross_attn.attention_config is None
+
+
+GRID = (6, 8, 16)  # of video(): 6 blocks of 128 tokens
+RADIAL = AttentionConfig.radial_attention(dense_timesteps=2, dense_layers=1, decay_factor=0.2)
+
+
+def video(batch: int = 1) -> torch.Tensor:
+    return torch.randn(batch, 4, 6, 16, 32, generator=torch.Generator().manual_seed(4))
+
+
+def state_at(step: int, config: AttentionConfig = RADIAL) -> SparseAttentionState:
+    state = SparseAttentionState(config, MaskMap(768, 6, grid=GRID))
+    state.update(numeral_timestep=step)
+    return state
+
+
+@pytest.mark.parametrize("pattern", ["radial", "local"])
+def test_a_sparse_state_makes_self_attention_sparse_past_the_dense_steps_and_layers(pattern, monkeypatch):
+    """Against the same model whose attention is the formula with the mask written out; the text's stays whole."""
+    config = RADIAL if pattern == "radial" else AttentionConfig.local_sparse_attention(2, 1, (1, 2, 4))
+    model, x, t, context = tiny_model(num_layers=3), video(2), torch.tensor([900, 20]), text(2, 8)
+    with torch.no_grad():
+        dense = model(x, t, context)
+        early, late = (model(x, t, context, sparse_state=state_at(step, config)) for step in (1, 2))
+        keep = state_at(2, config).block_mask(768).keep.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        assert 0.1 < keep.double().mean() < 0.9
+        layers = iter(range(3))
+
+        def formula(q, k, v, **options):
+            is_text = k.shape[1] == 8
+            mask = None if is_text or next(layers) < 1 else keep
+            return formula_attention(q, k, v, mask=mask)[0].to(v.dtype)
+
+        monkeypatch.setattr(wan_video_dit, "attention", formula)
+        expected = model(x, t, context)
+    assert rel_error(early, dense) < tolerance("model", torch.float32)
+    assert rel_error(late, expected) < tolerance("model", torch.float32)
+    assert rel_error(late, dense) > 100 * tolerance("model", torch.float32)
+
+
+def test_a_sparse_batch_equals_its_samples():
+    model, x, t, context = tiny_model(), video(2), torch.tensor([900, 20]), [text(2), text(7)]
+    together = model(x, t, context, sparse_state=state_at(2))
+    for i in range(2):
+        alone = model(x[i : i + 1], t[i : i + 1], context[i : i + 1], sparse_state=state_at(2))
+        assert rel_error(together[i : i + 1], alone) < tolerance("model", torch.float32)
+
+
+def test_a_state_replaces_the_configuration_for_this_call_only():
+    model, x, t, context = tiny_model(), video(), torch.tensor([500]), text(1, 5)
+    plain = model(x, t, context)
+    sparse = model(x, t, context, sparse_state=state_at(2))
+    for config in (AttentionConfig.dense_attention(AttnImplType.TORCH_SDPA), RADIAL):
+        model.set_attention_config(config)
+        assert torch.equal(model(x, t, context, sparse_state=state_at(2)), sparse)
+    model.set_attention_config(None)
+    assert torch.equal(model(x, t, context), plain)
+
+
+def test_a_state_of_another_grid_is_refused():
+    with pytest.raises(ValueError, match="12 tokens and the mask is for 768"):
+        tiny_model()(latents(), torch.tensor([500]), text(1, 5), sparse_state=state_at(9))
+
+
+@pytest.mark.parametrize("pattern", ["dense", "radial"])
+def test_a_block_compiles_whole_and_not_once_a_resolution(pattern, monkeypatch):
+    """B110, B114: no break, and at most two graphs for five sizes, four steps and both layers."""
+    model, context, graphs = tiny_model(), text(1, 5), []
+    sizes = [(3, 8, 16), (5, 8, 16), (3, 16, 16), (2, 24, 16), (4, 16, 24)]
+    config = AttentionConfig.radial_attention(dense_timesteps=1, dense_layers=1, decay_factor=0.2, block_size=64)
+
+    def run(frames, height, width):
+        x = torch.randn(1, 4, frames, height, width, generator=torch.Generator().manual_seed(5))
+        grid = (frames, height // 2, width // 2)
+        tokens = grid[0] * grid[1] * grid[2]
+        state = None
+        if pattern == "radial":
+            state = SparseAttentionState(config, MaskMap(tokens, frames, grid=grid))
+        for step in range(3):
+            if state is not None:
+                state.update(numeral_timestep=step)
+            yield model(x, torch.tensor([900 - step]), context, sparse_state=state)
+
+    def keep_graph(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        expected = [out for size in sizes for out in run(*size)]
+        torch._dynamo.reset()
+        for block in model.blocks:
+            block.compile(backend=keep_graph, fullgraph=True, dynamic=True)
+        outputs = [out for size in sizes for out in run(*size)]
+        torch._dynamo.reset()
+    for output, wanted in zip(outputs, expected):
+        assert rel_error(output, wanted) < tolerance("model", torch.float32)
+    assert len(graphs) <= 2
+    names = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("telefuser.sparse_attention" in name for name in names) == (pattern == "radial")
+    assert sum("telefuser.attention" in name for name in names) == (1 if pattern == "radial" else 2)
 
 
 @pytest.mark.parametrize(
