@@ -16,7 +16,7 @@ from telefuser.core.checkpoint import Checkpoint
 from telefuser.core.config import AttnImplType
 from telefuser.ops import fp8_gemm
 from telefuser.pipelines import wan_quantization
-from telefuser.pipelines.attention_choice import describe_attention, settle_attention, token_grid
+from telefuser.pipelines.attention_choice import Run, describe_attention, settle_attention
 from telefuser.pipelines.placement import require_memory
 from telefuser.pipelines.request import GenerationRequest, resolve_dtype, validate_request
 from telefuser.pipelines.video_file import check_output
@@ -67,10 +67,10 @@ def run(
     for path in paths:
         check_output(path, request.num_frames * len(paths), request.height, request.width)
     config = settle_attention(attention, **sparse, steps=request.steps)
-    grid = token_grid(request, found.dit.config["patch_size"])
+    sizes = (found.dit.config[name] for name in ("dim", "num_heads", "num_layers", "patch_size"))
+    attention_line = describe_attention(config, Run.of(request, *sizes), device, dtype)
     report.line(_model_line(found, device, dtype))
-    num_layers = found.dit.config["num_layers"]
-    report.line(f"attention {describe_attention(config, grid, request.steps, num_layers, device)}")
+    report.line(f"attention {attention_line}")
     report.line(_request_line(request, found))
     start = time.perf_counter()
     pipeline = WanPipeline.from_pretrained(

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,9 @@ from telefuser.core.config import AttentionConfig, AttnImplType, SparseAttention
 from telefuser.models.wan_video_dit import WanModel
 from telefuser.ops.attention import MaskMap, SparseAttentionState
 from telefuser.ops.attention.backends import describe_choice
-from telefuser.ops.attention.block_sparse import TABLE, describe_executor
+from telefuser.ops.attention.block_mask import BlockMask
+from telefuser.ops.attention.block_sparse import TABLE, name_executor
+from telefuser.ops.attention.dense_backend import Call
 from telefuser.pipelines.request import GenerationRequest
 
 # Published with radial attention (arXiv:2506.19852) for Wan 2.1, the 1.3B and the 14B alike: decay 0.2, blocks of 128
@@ -36,9 +38,34 @@ _FIELDS = {
 }
 
 
-def token_grid(request: GenerationRequest, patch_size: Sequence[int]) -> tuple[int, int, int]:
-    """(frames, rows, columns) of the tokens of one video, for a model with these patches."""
-    return tuple(size // patch for size, patch in zip(request.latent_shape(1)[1:], patch_size))
+class Run(NamedTuple):
+    """What a pattern has to know of a run: the tokens of one video, the denoising steps, and the model's sizes."""
+
+    grid: tuple[int, int, int]
+    steps: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(
+        cls, request: GenerationRequest, dim: int, num_heads: int, num_layers: int, patch_size: Sequence[int]
+    ) -> Run:
+        """Of a request to a model of these sizes."""
+        grid = tuple(size // patch for size, patch in zip(request.latent_shape(1)[1:], patch_size))
+        return cls(grid, request.steps, num_layers, num_heads, dim // num_heads)
+
+    @property
+    def num_tokens(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def mask_map(self) -> MaskMap:
+        return MaskMap(self.num_tokens, self.grid[0], grid=self.grid)
+
+    def block_mask(self, config: AttentionConfig) -> BlockMask:
+        """On the host, for looking at."""
+        return self.mask_map.block_mask(self.num_tokens, config.sparse_config)
 
 
 def parse_local_window(text: str | None) -> int | tuple[int, ...] | None:
@@ -118,25 +145,20 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def make_state(
-    config: AttentionConfig | None, grid: tuple[int, int, int], steps: int, num_layers: int
-) -> SparseAttentionState | None:
+def make_state(config: AttentionConfig | None, run: Run) -> SparseAttentionState | None:
     """The state of a run, None without a sparse `config`.
 
     Settings under which nothing is left out, be it for the steps, the layers or the pattern, say so once a process.
     """
     if config is None or not config.is_sparse():
         return None
-    state = SparseAttentionState(
-        config, MaskMap(math.prod(grid), grid[0], grid=grid), num_steps=steps, num_layers=num_layers
-    )
-    if density(config, grid) == 1:
+    if run.block_mask(config).density == 1:
         TABLE.warn_once(
             ("never sparse", "pattern"),
-            f"sparse attention: {_pattern(config.sparse_config)} keeps every pair of the {math.prod(grid)} tokens of "
+            f"sparse attention: {_pattern(config.sparse_config)} keeps every pair of the {run.num_tokens} tokens of "
             "this video, so nothing will be sparse; it is for longer or larger videos",
         )
-    return state
+    return SparseAttentionState(config, run.mask_map, num_steps=run.steps, num_layers=run.num_layers)
 
 
 @contextlib.contextmanager
@@ -153,31 +175,20 @@ def attending(dit: WanModel, config: AttentionConfig | None) -> Iterator[None]:
             dit.set_attention_config(before)
 
 
-def density(config: AttentionConfig, grid: tuple[int, int, int]) -> float:
-    """The share of token pairs, in 0..1, that a sparse layer computes in a sparse step."""
-    tokens = math.prod(grid)
-    return MaskMap(tokens, grid[0], grid=grid).block_mask(tokens, config.sparse_config).density
-
-
-def describe_attention(
-    config: AttentionConfig,
-    grid: tuple[int, int, int],
-    steps: int,
-    num_layers: int,
-    device: torch.device | None = None,
-) -> str:
+def describe_attention(config: AttentionConfig, run: Run, device: torch.device, dtype: torch.dtype) -> str:
     """One line for logs: the backend; of a pattern also its settings, executor, density, and what stays dense."""
     if not config.is_sparse():
         return describe_choice(config, device)
-    sparse = config.sparse_config
-    dense_steps, dense_layers = min(sparse.dense_timesteps, steps), min(sparse.dense_layers, num_layers)
-    kept = density(config, grid)
-    skipped = (1 - dense_steps / steps) * (1 - dense_layers / num_layers) * (1 - kept)
-    executor = "SPARGE_ATTN or " if sparse.use_sage_attention else ""
+    sparse, mask = config.sparse_config, run.block_mask(config)
+    dense_steps, dense_layers = min(sparse.dense_timesteps, run.steps), min(sparse.dense_layers, run.num_layers)
+    skipped = (1 - dense_steps / run.steps) * (1 - dense_layers / run.num_layers) * (1 - mask.density)
+    # A shape without memory behind it: nothing is computed.
+    q = torch.empty(1, dtype=dtype, device=device).expand(1, run.num_heads, run.num_tokens, run.head_dim)
+    executor = name_executor(Call(q, q, q, None, 1.0), mask, sparse.use_sage_attention)
     return (
-        f"{_pattern(sparse)} by {executor}{describe_executor(device)}: {kept:.0%} of the token pairs where it is "
-        f"sparse, {1 - skipped:.0%} over the run; dense: {_first('step', dense_steps, steps)}, "
-        f"{_first('layer', dense_layers, num_layers)} and the text's ({describe_choice(device=device)})"
+        f"{_pattern(sparse)} by {executor}: {mask.density:.0%} of the token pairs where it is "
+        f"sparse, {1 - skipped:.0%} over the run; dense: {_first('step', dense_steps, run.steps)}, "
+        f"{_first('layer', dense_layers, run.num_layers)} and the text's ({describe_choice(device=device)})"
     )
 
 

@@ -19,18 +19,19 @@ from telefuser.core import checkpoint, wan_layout
 from telefuser.core.checkpoint import Checkpoint, CheckpointError
 from telefuser.core.config import AttentionConfig, AttnImplType, QuantConfig
 from telefuser.core.model_loading import meta_parameters
+from telefuser.distributed import get_attention_strategy
 from telefuser.models.wan_video_dit import WanModel
 from telefuser.models.wan_video_text_encoder import WanTextEncoder
 from telefuser.models.wan_video_vae import WanVideoVAE
 from telefuser.ops.fp8_quantization import quantize_weight
 from telefuser.pipelines import placement, wan_quantization
 from telefuser.pipelines.attention_choice import (
+    Run,
     attending,
     attention_metadata,
     describe_attention,
     make_state,
     settle_attention,
-    token_grid,
 )
 from telefuser.pipelines.decode import NonFiniteError, VideoDecodeError, decode_frames, decode_or_keep
 from telefuser.pipelines.denoise import denoise
@@ -309,13 +310,25 @@ class WanPipeline:
 
     def _settle_attention(self, request: GenerationRequest, asked: Any, **sparse: Any) -> AttentionConfig | None:
         """What this call's self-attention follows; None for what the DiT was given."""
-        own = self.dit.blocks[0].self_attn.attention_config or AttentionConfig()
+        first = self.dit.blocks[0].self_attn
+        own = first.attention_config or AttentionConfig()
         asked = self.attention if asked is None else asked
         config = settle_attention(own if asked is None else asked, **sparse, steps=request.steps)
+        strategy = get_attention_strategy(self.dit.device_mesh)
+        if config.is_sparse() and strategy in ("ring", "usp"):
+            raise ValueError(
+                f"attention {config.attn_impl.name} does not work where a ring splits the keys ({strategy}): split "
+                "the tokens by sp_ulysses_degree alone, or choose a dense attention"
+            )
         if logger.isEnabledFor(logging.INFO):
-            run = token_grid(request, self.dit.patch_size), request.steps, self.dit.num_layers
-            logger.info("attention %s", describe_attention(config, *run, self.device))
+            # The bias: a quantised weight has another dtype than the activations.
+            line = describe_attention(config, self._run(request), self.device, first.q.bias.dtype)
+            logger.info("attention %s", line)
         return None if asked is None else config
+
+    def _run(self, request: GenerationRequest) -> Run:
+        dit = self.dit
+        return Run.of(request, dit.dim, dit.num_heads, dit.num_layers, dit.patch_size)
 
     def _denoise(
         self,
@@ -334,7 +347,6 @@ class WanPipeline:
             negative = None
             if request.guidance != 1:
                 negative = self.dit.prepare_context([texts[request.negative_prompts[i]].to(self.device)])
-            run = token_grid(request, self.dit.patch_size), request.steps, self.dit.num_layers
             latents = denoise(
                 self.dit,
                 scheduler,
@@ -343,7 +355,7 @@ class WanPipeline:
                 negative,
                 request.guidance,
                 callback,
-                sparse_state=make_state(config, *run),
+                sparse_state=make_state(config, self._run(request)),
             )[0]
         if not torch.isfinite(latents).all():
             half = " or bfloat16 or float32 instead of float16" if self.loaded_as["dtype"] == "float16" else ""

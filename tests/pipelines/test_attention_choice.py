@@ -6,18 +6,18 @@ import torch
 from telefuser.core.config import AttentionConfig, AttnImplType
 from telefuser.ops.attention import block_sparse
 from telefuser.pipelines.attention_choice import (
+    Run,
     attention_metadata,
-    density,
     describe_attention,
     make_state,
     parse_local_window,
     settle_attention,
-    token_grid,
 )
 from telefuser.pipelines.request import validate_request
 from tests.pipelines.conftest import DEFAULTS
 
-GRID_480P = (21, 30, 52)  # 832x480, 81 frames
+RUN = Run((21, 30, 52), 50, 30, 12, 128)  # 832x480, 81 frames, 1.3B
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ def fresh_table():
 
 
 def test_the_grid_is_that_of_the_latents_in_patches():
-    request = validate_request(DEFAULTS, "a cat", width=832, height=480, num_frames=81)
-    assert token_grid(request, (1, 2, 2)) == GRID_480P
+    request = validate_request(DEFAULTS, "a cat", width=832, height=480, num_frames=81, steps=50)
+    assert Run.of(request, 1536, 12, 30, (1, 2, 2)) == RUN
 
 
 @pytest.mark.parametrize(("steps", "dense"), [(50, 12), (40, 10), (20, 5), (8, 2), (4, 1), (1, 0)])
@@ -94,39 +94,57 @@ def test_a_window_on_the_command_line():
 
 
 def test_the_log_line_says_executor_density_and_what_is_dense():
-    line = describe_attention(settle_attention("radial", steps=50), GRID_480P, 50, 30, torch.device("cpu"))
+    line = describe_attention(settle_attention("radial", steps=50), RUN, CPU, torch.float32)
     assert line == (
         "RADIAL_ATTN (decay 0.2, blocks of 128) by TORCH_BLOCKED: 34% of the token pairs where it is sparse, "
         "52% over the run; dense: steps 1 to 12 of 50, layer 1 of 30 and the text's (AUTO: TORCH_SDPA)"
     )
     local = settle_attention("local", local_window=(2, 6, 6), dense_steps=0, dense_layers=0, steps=50)
-    line = describe_attention(local, GRID_480P, 50, 30, torch.device("cpu"))
+    line = describe_attention(local, RUN, CPU, torch.float32)
     assert "LOCAL_SPARSE_ATTN (window (2, 6, 6), blocks of 128)" in line
     assert "12% of the token pairs where it is sparse, 12% over the run; dense: no step, no layer" in line
-    assert describe_attention(AttentionConfig(), GRID_480P, 50, 30, torch.device("cpu")) == "AUTO: TORCH_SDPA"
+    assert describe_attention(AttentionConfig(), RUN, CPU, torch.float32) == "AUTO: TORCH_SDPA"
+
+
+def test_the_log_line_says_what_takes_these_shapes(monkeypatch):
+    """On a GPU a kernel for half precision does not compute a float32 run; the line must not name it."""
+    seen = []
+    monkeypatch.setattr(
+        block_sparse,
+        "_choose",
+        lambda call, mask, quantised: (
+            seen.append((call, mask, quantised))
+            or (block_sparse.TABLE.record(block_sparse.SparseExecutor.SPARGE_ATTN), None)
+        ),
+    )
+    config = AttentionConfig.radial_attention(12, 1, 0.2, use_sage_attention=True)
+    assert "by SPARGE_ATTN: " in describe_attention(config, RUN, CPU, torch.bfloat16)
+    ((call, mask, quantised),) = seen
+    assert (call.q.shape, call.q.dtype, mask.tokens, quantised) == ((1, 12, 32760, 128), torch.bfloat16, 32760, True)
+    assert call.q.untyped_storage().nbytes() == 2
 
 
 def test_density_is_the_share_of_pairs_of_tokens():
     config = settle_attention("radial", steps=50)
-    keep = make_state(config, GRID_480P, 50, 30).block_mask(32760).keep
+    keep = make_state(config, RUN).block_mask(32760).keep
     by_token = keep.repeat_interleave(128, 1)[:, :32760].sum(1).double()
     rows = torch.full((256,), 128.0, dtype=torch.float64)
     rows[-1] = 120
-    assert density(config, GRID_480P) == pytest.approx(float((by_token * rows).sum()) / 32760**2)
+    assert RUN.block_mask(config).density == pytest.approx(float((by_token * rows).sum()) / 32760**2)
 
 
 @pytest.mark.parametrize(
     ("given", "grid", "words"),
     [
-        ({"dense_steps": 50}, GRID_480P, "dense_timesteps is 50 and the run has 50 steps, so nothing will be sparse"),
-        ({"dense_steps": 99}, GRID_480P, "dense_timesteps is 99 and the run has 50 steps"),
-        ({"dense_layers": 30}, GRID_480P, "dense_layers is 30 and the run has 30 layers"),
+        ({"dense_steps": 50}, RUN.grid, "dense_timesteps is 50 and the run has 50 steps, so nothing will be sparse"),
+        ({"dense_steps": 99}, RUN.grid, "dense_timesteps is 99 and the run has 50 steps"),
+        ({"dense_layers": 30}, RUN.grid, "dense_layers is 30 and the run has 30 layers"),
         ({}, (1, 8, 8), "keeps every pair of the 64 tokens of this video, so nothing will be sparse"),
     ],
 )
 def test_settings_that_leave_nothing_out_say_so_once(caplog, given, grid, words):
     for _ in range(3):
-        make_state(settle_attention("radial", **given, steps=50), grid, 50, 30)
+        make_state(settle_attention("radial", **given, steps=50), RUN._replace(grid=grid))
     assert len(caplog.records) == 1
     assert words in caplog.text
 

@@ -148,6 +148,11 @@ def _run(record: SparseBackend, entry: Entry, call: Call, mask: BlockMask):
     return out[..., :head_dim], lse
 
 
+def name_executor(call: Call, mask: BlockMask, quantised: bool = False) -> str:
+    """What `block_sparse_attention` would take for these shapes, for logs; nothing is computed."""
+    return _choose(call, mask, quantised)[0].impl.name
+
+
 def describe_executor(device: torch.device | None = None) -> str:
     """The exact executor that comes first on `device` (default: the current one), for logs."""
     exact = (record.impl for record in TABLE if record.is_exact)
