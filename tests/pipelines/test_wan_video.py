@@ -335,6 +335,13 @@ def test_wrong_sparse_settings_are_refused_before_any_model_runs(tiny_pipeline, 
             tiny_pipeline("a cat", **given)
 
 
+def test_a_ring_is_refused_before_the_run(tiny_pipeline, monkeypatch):
+    monkeypatch.setattr(wan_video, "get_attention_strategy", lambda mesh: "ring")
+    monkeypatch.setattr(tiny_pipeline, "_encode", None)
+    with pytest.raises(ValueError, match=r"RADIAL_ATTN .* \(ring\): split the tokens by sp_ulysses_degree alone"):
+        tiny_pipeline("a cat", attention="radial")
+
+
 def test_masks_do_not_pile_up_over_sizes(tiny_pipeline):
     """B140: bounded, and keyed by size, device and settings."""
     MaskMap.clear_cache()
