@@ -21,7 +21,6 @@ from telefuser.ops.attention import MaskMap, SparseAttentionState
 from telefuser.ops.attention.backends import describe_choice
 from telefuser.ops.attention.block_mask import BlockMask
 from telefuser.ops.attention.block_sparse import TABLE, name_executor
-from telefuser.ops.attention.dense_backend import Call
 from telefuser.pipelines.request import GenerationRequest
 
 # Published with radial attention (arXiv:2506.19852) for Wan 2.1, the 1.3B and the 14B alike: decay 0.2, blocks of 128
@@ -182,9 +181,8 @@ def describe_attention(config: AttentionConfig, run: Run, device: torch.device, 
     sparse, mask = config.sparse_config, run.block_mask(config)
     dense_steps, dense_layers = min(sparse.dense_timesteps, run.steps), min(sparse.dense_layers, run.num_layers)
     skipped = (1 - dense_steps / run.steps) * (1 - dense_layers / run.num_layers) * (1 - mask.density)
-    # A shape without memory behind it: nothing is computed.
-    q = torch.empty(1, dtype=dtype, device=device).expand(1, run.num_heads, run.num_tokens, run.head_dim)
-    executor = name_executor(Call(q, q, q, None, 1.0), mask, sparse.use_sage_attention)
+    shape = 1, run.num_heads, run.num_tokens, run.head_dim
+    executor = name_executor(shape, dtype, device, mask, sparse.use_sage_attention)
     return (
         f"{_pattern(sparse)} by {executor}: {mask.density:.0%} of the token pairs where it is "
         f"sparse, {1 - skipped:.0%} over the run; dense: {_first('step', dense_steps, run.steps)}, "

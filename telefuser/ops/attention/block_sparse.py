@@ -148,9 +148,17 @@ def _run(record: SparseBackend, entry: Entry, call: Call, mask: BlockMask):
     return out[..., :head_dim], lse
 
 
-def name_executor(call: Call, mask: BlockMask, quantised: bool = False) -> str:
-    """What `block_sparse_attention` would take for these shapes, for logs; nothing is computed."""
-    return _choose(call, mask, quantised)[0].impl.name
+def name_executor(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    mask: BlockMask,
+    quantised: bool = False,
+) -> str:
+    """What `block_sparse_attention` would take for q, k and v of this shape [B, N, S, D], for logs; computes nothing."""
+    # A shape without memory behind it.
+    q = torch.empty(1, dtype=dtype, device=device).expand(shape)
+    return _choose(Call(q, q, q, None, 1.0), mask, quantised)[0].impl.name
 
 
 def describe_executor(device: torch.device | None = None) -> str:
