@@ -16,6 +16,7 @@ from telefuser.core.wan_keys import dit_config, dit_key_map
 from telefuser.models import wan_video_dit
 from telefuser.models.wan_video_dit import WAN_DIT_SIZES, WanModel, rope_angles
 from telefuser.ops.attention import MaskMap, SparseAttentionState
+from telefuser.ops.attention.backends import availability
 from tests.golden import golden_dir
 from tests.ops.attention.reference import reference as formula_attention
 from tests.ops.machines import interpreted_cuda as interpreted_cuda
@@ -391,42 +392,60 @@ def test_a_state_of_another_grid_is_refused():
         tiny_model()(latents(), torch.tensor([500]), text(1, 5), sparse_state=state_at(9))
 
 
-@pytest.mark.parametrize("pattern", ["dense", "radial"])
-def test_a_block_compiles_whole_and_not_once_a_resolution(pattern, monkeypatch):
-    """B110, B114: no break, and at most two graphs for five sizes, four steps and both layers."""
-    model, context, graphs = tiny_model(), text(1, 5), []
+def compiled_graphs(model: WanModel, is_sparse: bool, device: str = "cpu") -> list:
+    """The graphs of the compiled blocks over five sizes, three steps and two layers; checks every output."""
+    context, graphs = model.prepare_context(text(1, 5).to(device)), []
     sizes = [(3, 8, 16), (5, 8, 16), (3, 16, 16), (2, 24, 16), (4, 16, 24)]
     config = AttentionConfig.radial_attention(dense_timesteps=1, dense_layers=1, decay_factor=0.2, block_size=64)
 
     def run(frames, height, width):
-        x = torch.randn(1, 4, frames, height, width, generator=torch.Generator().manual_seed(5))
+        x = torch.randn(1, 4, frames, height, width, generator=torch.Generator().manual_seed(5)).to(device)
         grid = (frames, height // 2, width // 2)
-        tokens = grid[0] * grid[1] * grid[2]
-        state = None
-        if pattern == "radial":
-            state = SparseAttentionState(config, MaskMap(tokens, frames, grid=grid))
+        mask_map = MaskMap(grid[0] * grid[1] * grid[2], frames, grid=grid)
+        state = SparseAttentionState(config, mask_map) if is_sparse else None
         for step in range(3):
-            if state is not None:
+            if is_sparse:
                 state.update(numeral_timestep=step)
-            yield model(x, torch.tensor([900 - step]), context, sparse_state=state)
+            yield model(x, torch.tensor([900 - step], device=device), context, sparse_state=state)
 
     def keep_graph(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    with torch.no_grad():
-        expected = [out for size in sizes for out in run(*size)]
-        torch._dynamo.reset()
-        for block in model.blocks:
-            block.compile(backend=keep_graph, fullgraph=True, dynamic=True)
-        outputs = [out for size in sizes for out in run(*size)]
-        torch._dynamo.reset()
+    expected = [out for size in sizes for out in run(*size)]
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend=keep_graph, fullgraph=True, dynamic=True)
+    outputs = [out for size in sizes for out in run(*size)]
+    torch._dynamo.reset()
     for output, wanted in zip(outputs, expected):
-        assert rel_error(output, wanted) < tolerance("model", torch.float32)
-    assert len(graphs) <= 2
+        assert rel_error(output, wanted) < tolerance("model", model.blocks[0].ffn[0].weight.dtype)
     names = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert sum("telefuser.sparse_attention" in name for name in names) == (pattern == "radial")
-    assert sum("telefuser.attention" in name for name in names) == (1 if pattern == "radial" else 2)
+    assert sum("telefuser.sparse_attention" in name for name in names) == is_sparse
+    assert sum("telefuser.attention" in name for name in names) == 2 - is_sparse
+    return graphs
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@torch.no_grad()
+def test_a_block_compiles_whole_and_not_once_a_resolution(is_sparse):
+    """B110, B114: no break, and at most two graphs for five sizes, three steps and two layers."""
+    model = tiny_model()
+    model.set_attention_config(AttentionConfig.dense_attention(AttnImplType.TORCH_SDPA))
+    assert len(compiled_graphs(model, is_sparse)) <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["TORCH_SDPA", "TORCH_CUDNN", "FLASH_ATTN_4", "AUTO", "RADIAL_ATTN"])
+@torch.no_grad()
+def test_a_block_compiles_whole_with_every_backend_of_a_gpu(impl):
+    """B110, B114."""
+    is_sparse = impl == "RADIAL_ATTN"
+    if not is_sparse and impl != "AUTO" and (reason := availability()[AttnImplType[impl]]):
+        pytest.skip(reason)
+    model = cast_as_loaded(tiny_model(dim=128), torch.bfloat16).cuda()
+    model.set_attention_config(AttentionConfig.dense_attention(AttnImplType["AUTO" if is_sparse else impl]))
+    assert len(compiled_graphs(model, is_sparse, "cuda")) <= 2
 
 
 @pytest.mark.parametrize(
