@@ -77,7 +77,22 @@ def generate(
     scheduler: Annotated[str | None, typer.Option(help="unipc, dpm++ or euler.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, npu, ...")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; by default bf16, on a CPU fp32.")] = None,
-    attention: Annotated[str, typer.Option(help="auto, or a backend that `telefuser info` lists.")] = "auto",
+    attention: Annotated[
+        str, typer.Option(help="auto, a backend that `telefuser info` lists, or radial or local, which are sparse.")
+    ] = "auto",
+    decay: Annotated[
+        float | None,
+        typer.Option(help="Of radial attention: more lets distant frames see more. 0.2 by default."),
+    ] = None,
+    dense_steps: Annotated[
+        int | None, typer.Option(help="First steps of a sparse run that attend densely. 24 % of all by default.")
+    ] = None,
+    dense_layers: Annotated[
+        int | None, typer.Option(help="First layers of a sparse run that attend densely. 1 by default.")
+    ] = None,
+    local_window: Annotated[
+        str | None, typer.Option(help="Of local attention, in tokens to each side: 6 or FRAMES,ROWS,COLUMNS.")
+    ] = None,
     negative: Annotated[str | None, typer.Option(help="What the video should not show.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="A text file with one prompt a line; # starts a comment.")
@@ -103,6 +118,7 @@ def generate(
         raise typer.BadParameter("give either a prompt or --prompts FILE")
     with _one_line_errors(debug):
         from telefuser.generate import read_prompts, run
+        from telefuser.pipelines.attention_choice import parse_local_window
         from telefuser.pipelines.request import parse_size
         from telefuser.run_report import RunReport
 
@@ -118,6 +134,7 @@ def generate(
             "seed": seed,
             "scheduler": scheduler,
         }
+        sparse = {"decay": decay, "dense_steps": dense_steps, "dense_layers": dense_layers}
         failures = run(
             [prompt] if prompts is None else read_prompts(prompts),
             settings,
@@ -128,6 +145,7 @@ def generate(
             device=device,
             dtype=dtype,
             attention=attention,
+            sparse=sparse | {"local_window": parse_local_window(local_window)},
             offload=offload,
             quantize=quantize,
         )

@@ -15,8 +15,8 @@ from telefuser.core import checkpoint
 from telefuser.core.checkpoint import Checkpoint
 from telefuser.core.config import AttnImplType
 from telefuser.ops import fp8_gemm
-from telefuser.ops.attention.backends import describe_choice
 from telefuser.pipelines import wan_quantization
+from telefuser.pipelines.attention_choice import Run, describe_attention, settle_attention
 from telefuser.pipelines.placement import require_memory, weight_bytes
 from telefuser.pipelines.request import GenerationRequest, resolve_dtype, validate_request
 from telefuser.pipelines.video_file import check_output
@@ -39,6 +39,7 @@ def run(
     device: str = "auto",
     dtype: str | None = None,
     attention: str = "auto",
+    sparse: dict[str, Any] | None = None,
     offload: bool | None = None,
     quantize: str | None = None,
 ) -> list[str]:
@@ -46,12 +47,13 @@ def run(
 
     settings: keyword arguments of `validate_request` (negative_prompt, height, width, num_frames, ...).
     output: a file, a folder, or a pattern; see `output_paths`.
+    sparse: keyword arguments of `settle_attention` (decay, dense_steps, dense_layers, local_window).
 
     Raises ValueError before weights are loaded for anything that is wrong with the request, the output, the device or
     the checkpoint.
     """
     device = platforms.resolve_device(device)
-    attention, dtype = AttnImplType.parse(attention), resolve_dtype(dtype, device)
+    attention, sparse, dtype = AttnImplType.parse(attention), sparse or {}, resolve_dtype(dtype, device)
     wan_quantization.resolve_quantize(quantize)
     # Before a hub download as well; how much disk space is needed is known only after it.
     for path in output_paths(output, prompts, [0] * len(prompts), overwrite):
@@ -64,8 +66,11 @@ def run(
     paths = output_paths(output, prompts, request.seeds, overwrite)
     for path in paths:
         check_output(path, request.num_frames * len(paths), request.height, request.width)
+    config = settle_attention(attention, **sparse, steps=request.steps)
+    sizes = (found.dit.config[name] for name in ("dim", "num_heads", "num_layers", "patch_size"))
+    attention_line = describe_attention(config, Run.of(request, *sizes), device, dtype)
     report.line(_model_line(found, device, dtype))
-    report.line(f"attention {describe_choice(attention, device)}")
+    report.line(f"attention {attention_line}")
     report.line(_request_line(request, found))
     start = time.perf_counter()
     pipeline = WanPipeline.from_pretrained(
@@ -78,7 +83,7 @@ def run(
         report.line(f"  {in_fp8}, DiT {amount(weight_bytes(pipeline.dit))}, {product}")
     if pipeline.loaded_as["offload"]:
         report.line("  each model is on the device only during its stage")
-    return _make_all(pipeline, request, paths, report)
+    return _make_all(pipeline, request, paths, report, sparse)
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -154,13 +159,15 @@ def _free(path: Path) -> Path:
     return other
 
 
-def _make_all(pipeline: WanPipeline, request: GenerationRequest, paths: list[Path], report: RunReport) -> list[str]:
+def _make_all(
+    pipeline: WanPipeline, request: GenerationRequest, paths: list[Path], report: RunReport, sparse: dict[str, Any]
+) -> list[str]:
     failures = []
     for i, path in enumerate(paths):
         if len(paths) > 1:
             report.line(f"{i + 1} of {len(paths)}: {request.prompts[i]} (seed {request.seeds[i]})")
         try:
-            _make(pipeline, request, i, path, report)
+            _make(pipeline, request, i, path, report, sparse)
         except Exception as error:
             if len(paths) == 1:
                 raise
@@ -169,7 +176,9 @@ def _make_all(pipeline: WanPipeline, request: GenerationRequest, paths: list[Pat
     return failures
 
 
-def _make(pipeline: WanPipeline, request: GenerationRequest, i: int, path: Path, report: RunReport) -> None:
+def _make(
+    pipeline: WanPipeline, request: GenerationRequest, i: int, path: Path, report: RunReport, sparse: dict[str, Any]
+) -> None:
     with VideoWatch(report) as watch:
         video = pipeline(
             request.prompts[i],
@@ -182,6 +191,7 @@ def _make(pipeline: WanPipeline, request: GenerationRequest, i: int, path: Path,
             shift=request.shift,
             seed=request.seeds[i],
             scheduler=request.scheduler,
+            **sparse,
             callback=watch.step,
             on_stage=watch.stage,
         )

@@ -13,7 +13,7 @@ from rich.text import Text
 from telefuser import __version__, platforms
 from telefuser.core.config import AttnImplType
 from telefuser.ops import fp8_gemm
-from telefuser.ops.attention import backends
+from telefuser.ops.attention import backends, block_sparse
 from telefuser.platforms import BasePlatform, CpuPlatform
 
 # Distribution names, whether or not they share a module.
@@ -46,6 +46,7 @@ def collect() -> dict[str, Any]:
         "devices": _devices(chosen),
         "attention": {impl.name: reason for impl, reason in backends.availability().items()},
         "attention_auto": backends.describe_choice(AttnImplType.AUTO),
+        "sparse_attention": {impl.name: reason for impl, reason in block_sparse.availability().items()},
         "fp8": {"fp8_linear": fp8_gemm.describe_choice(), "hardware": _fp8_hardware(chosen)},
     }
 
@@ -126,6 +127,7 @@ def render(info: dict[str, Any]) -> RenderableType:
         *_section("Platforms, in the order of the search", _platform_rows(info["candidates"])),
         *_section("Devices", _device_rows(info["devices"])),
         *_section("Attention backends", _attention_rows(info["attention"], info["attention_auto"])),
+        *_section("Executors of RADIAL_ATTN and LOCAL_SPARSE_ATTN, in order", _verdicts(info["sparse_attention"])),
         *_section("FP8", [(Text(name.replace("_", " ")), Text(text)) for name, text in info["fp8"].items()]),
         *_section("Versions", _version_rows(info["versions"])),
     )
@@ -149,11 +151,16 @@ def _platform_rows(candidates: list[dict[str, Any]]) -> list[tuple[Text, Text]]:
 
 
 def _attention_rows(attention: dict[str, str | None], auto: str) -> list[tuple[Text, Text]]:
-    rows = [(Text("AUTO"), Text(auto.removeprefix("AUTO: ")))]
     # Usable ones first; sorting is stable, so the order of the enum stays within both groups.
-    for name, reason in sorted(attention.items(), key=lambda item: item[1] is not None):
-        rows.append((Text(name, style="green" if reason is None else ""), _verdict("available", reason)))
-    return rows
+    usable_first = dict(sorted(attention.items(), key=lambda item: item[1] is not None))
+    return [(Text("AUTO"), Text(auto.removeprefix("AUTO: "))), *_verdicts(usable_first)]
+
+
+def _verdicts(reasons: dict[str, str | None]) -> list[tuple[Text, Text]]:
+    found = reasons.items()
+    return [
+        (Text(name, style="green" if reason is None else ""), _verdict("available", reason)) for name, reason in found
+    ]
 
 
 def _verdict(word: str, reason: str | None) -> Text:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from telefuser import __version__
 from telefuser.cli import app
 from telefuser.models.wan_video_vae import WanVideoVAE
+from telefuser.ops.attention import block_sparse
 from telefuser.pipelines import video_file, wan_video
 from telefuser.pipelines.video_file import read_video
 from tests.pipelines.conftest import write_checkpoint
@@ -89,6 +90,35 @@ def test_generate_makes_the_video_that_was_asked_for(model, here):
     expected = {"prompt": PROMPT, "negative_prompt": "blurry", "seed": 7, "steps": 3, "guidance": 2.0, "shift": 4.0}
     assert settings.items() >= (expected | {"scheduler": "euler", "width": 64, "height": 32}).items()
     assert os.listdir(here) == ["out.mp4"]
+
+
+def test_sparse_attention_is_reported_and_stands_in_the_metadata(model, here):
+    size = ["--size", "256x128", "--frames", 21, "--steps", 4, "--seed", 1, "--model", model]
+    radial = ["--attention", "radial", "--decay", 0.3, "--dense-steps", 2, "--dense-layers", 1]
+    result = telefuser("generate", PROMPT, "-o", "radial.mp4", *size, *radial)
+    assert result.exit_code == 0, result.output
+    line = result.stdout.splitlines()[1]
+    assert line.startswith("attention RADIAL_ATTN (decay 0.3, blocks of 128) by TORCH_BLOCKED: ")
+    assert "dense: steps 1 to 2 of 4, layer 1 of 2" in line
+    frames, _, settings = read_video("radial.mp4")
+    expected = {"attention": "radial_attn", "decay": 0.3, "dense_steps": 2, "dense_layers": 1}
+    assert settings.items() >= expected.items()
+    local = ["--attention", "local", "--local-window", "1,2,3"]
+    assert telefuser("generate", PROMPT, "-o", "local.mp4", *size, *local).exit_code == 0
+    other, _, settings = read_video("local.mp4")
+    assert (settings["attention"], settings["local_window"]) == ("local_sparse_attn", [1, 2, 3])
+    assert not torch.equal(other, frames)
+
+
+def test_a_run_that_will_never_be_sparse_warns_in_one_line(model, here):
+    block_sparse.TABLE.forget()
+    (here / "list.txt").write_text("a red circle\na blue circle\n")
+    options = ["--attention", "radial", "--steps", 2, "--dense-steps", 2, "--size", "128x128", "--frames", 21]
+    result = telefuser("generate", "--prompts", "list.txt", "--model", model, *options)
+    block_sparse.TABLE.forget()
+    warnings = [line for line in result.stderr.splitlines() if "sparse" in line]
+    assert len(warnings) == 1
+    assert "dense_timesteps is 2 and the run has 2 steps, so nothing will be sparse" in warnings[0]
 
 
 def test_quiet_prints_the_path_only_and_a_drawn_seed_repeats_the_video(model, here):
@@ -170,6 +200,10 @@ def test_both_size_spellings_are_width_first(model, here, size):
         (["--seed", 2**64], ["seed", "2**63 - 1"]),
         (["--scheduler", "ddim"], ["'ddim'", "unipc"]),
         (["--attention", "magic"], ["'magic'", "TORCH_SDPA"]),
+        (["--decay", 0.2], ["decay 0.2", "AUTO", "radial"]),
+        (["--attention", "radial", "--decay", 0], ["decay", "above 0", "0.2 to 1.0"]),
+        (["--attention", "radial", "--dense-steps", -1], ["dense_steps", "at least 0", "-1"]),
+        (["--attention", "local", "--local-window", "2x6x6"], ["'2x6x6'", "2,6,6"]),
         (["--dtype", "int4"], ["'int4'", "bf16"]),
         (["--device", "cuda:99"], ["cuda:99", "not here", "cpu"]),
         (["--device", "quantum"], ["quantum", "not here"]),
@@ -324,13 +358,13 @@ def test_signals_end_the_run_and_leave_no_half_file(model, here, monkeypatch, nu
     else:
         denoise = wan_video.denoise
 
-        def interrupted(*arguments):
+        def interrupted(*arguments, **options):
             def step(i, total, latents):
                 if i == 2:
                     os.kill(os.getpid(), number)
                     time.sleep(5)
 
-            return denoise(*arguments[:-1], step)
+            return denoise(*arguments[:-1], step, **options)
 
         monkeypatch.setattr(wan_video, "denoise", interrupted)
     start = time.monotonic()

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from telefuser import info, platforms
 from telefuser.core.config import AttnImplType
+from telefuser.ops.attention import backends
 from telefuser.platforms import CpuPlatform, CudaPlatform, RocmPlatform
 from tests.platforms.simulate import gpu_build
 
@@ -46,6 +47,8 @@ def test_every_candidate_and_every_backend_has_a_verdict(monkeypatch):
     assert set(facts["attention"]) == set(AttnImplType.__members__) - {"AUTO"}
     usable = [name for name, reason in facts["attention"].items() if reason is None]
     assert usable == ["TORCH_SDPA", "RADIAL_ATTN", "LOCAL_SPARSE_ATTN"]  # S058
+    assert facts["sparse_attention"].pop("TORCH_BLOCKED") is None
+    assert all(facts["sparse_attention"].values())
     assert facts["fp8"]["fp8_linear"].startswith("NATIVE: stored in FP8")
     assert "TORCH_SCALED_MM: a CPU has no FP8 matrix unit" in facts["fp8"]["fp8_linear"]
 
@@ -67,6 +70,20 @@ def test_devices_of_a_gpu_host_come_before_its_cpu(gpu_host):
     text = shown(facts)
     assert "sm_90" in text
     assert "3.0 of 16.0 GiB free" in text
+
+
+def test_what_auto_tries_on_hopper_is_told_in_its_order(gpu_host, monkeypatch):
+    gpu_host("cuda", CudaPlatform, capability=(9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    backends.TABLE.forget()
+    facts = info.collect()
+    auto, page = facts["attention_auto"], shown(facts, width=1000)
+    backends.TABLE.forget()
+    tried = ("FLASH_ATTN_4: package", "FLASH_ATTN_3: package", "FLASH_ATTN_2: package")
+    assert auto.startswith("AUTO: TORCH_CUDNN, TORCH_SDPA where it does not take the inputs (FLASH_ATTN_4: package")
+    places = [auto.index(name) for name in tried]
+    assert places == sorted(places)
+    assert "TORCH_CUDNN, TORCH_SDPA where it does not take the inputs (FLASH_ATTN_4: " in page
 
 
 def test_amd_host_is_described_by_its_own_architecture(gpu_host):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from telefuser.core.config import AttentionConfig
 from telefuser.ops.activations import GELUTanh
-from telefuser.ops.attention import attention, long_context_attention
+from telefuser.ops.attention import SparseAttentionState, attention, long_context_attention
 from telefuser.ops.ffn import linear_gelu_tanh
 from telefuser.ops.normalization import LayerNorm, RMSNorm
 from telefuser.ops.residual_norm import add_gated, add_layer_norm_modulate, layer_norm_modulate
@@ -131,16 +131,26 @@ class SelfAttention(nn.Module):
     def split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1))  # [B, S, N, D]
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], split: TokenSplit | None = None) -> Tensor:
-        """x [B, S, C] -> [B, S, C]. With `split` x and `rope` are this process's part of the tokens."""
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        split: TokenSplit | None = None,
+        sparse_state: SparseAttentionState | None = None,
+    ) -> Tensor:
+        """x [B, S, C] -> [B, S, C]. With `split` x and `rope` are this process's part of the tokens.
+
+        sparse_state: its configuration takes the place of this module's.
+        """
+        config = self.attention_config if sparse_state is None else sparse_state.attention_config
         weights = self.norm_q.weight, self.norm_k.weight
         q, k = rms_norm_rotary(self.q(x), self.k(x), *weights, rope, self.num_heads, self.norm_q.eps)  # [B, S, N, D]
         v = self.split_heads(self.v(x))
         if split is None:
-            out = attention(q, k, v, attention_config=self.attention_config)
+            out = attention(q, k, v, attention_config=config, sparse_state=sparse_state)
         else:
             shared = {"device_mesh": split.device_mesh, "token_counts": split.counts}
-            out = long_context_attention(q, k, v, attention_config=self.attention_config, **shared)
+            out = long_context_attention(q, k, v, attention_config=config, sparse_state=sparse_state, **shared)
         return self.o(out.flatten(2))
 
 
@@ -177,10 +187,12 @@ class WanBlock(nn.Module):
         text_k: Tensor,
         text_v: Tensor,
         split: TokenSplit | None = None,
+        sparse_state: SparseAttentionState | None = None,
     ) -> Tensor:
         """x [B, S, C] fp32, time_projection [B, T, 6, C] fp32, text_k and text_v [B, L, N, D] -> [B, S, C] fp32.
 
         split: says that S, the rows of `rope` and T (unless 1) are this process's part of the tokens.
+        sparse_state: of self-attention; the text has no place in the video's grid, so cross-attention is dense.
         """
         # Six [B, T, C]. With one timestep a sample T is 1 and each use broadcasts instead of holding S copies.
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation.float() + time_projection).unbind(2)
@@ -188,7 +200,7 @@ class WanBlock(nn.Module):
         # the fp32 stream is read and written once between two projections.
         norm1, norm2, norm3, device = self.norm1, self.norm2, self.norm3, x.device.type
         h = layer_norm_modulate(x, shift1, scale1, eps=norm1.eps, out_dtype=_compute_dtype(self.self_attn.q, device))
-        h = self.self_attn(h, rope, split)
+        h = self.self_attn(h, rope, split, sparse_state)
         dtype = _compute_dtype(self.cross_attn.q, device)
         x, h = add_layer_norm_modulate(
             x, h, gate1, weight=norm3.weight, bias=norm3.bias, eps=norm3.eps, out_dtype=dtype
@@ -386,13 +398,21 @@ class WanModel(nn.Module):
         self._rope_tables[key] = table
         return table
 
-    def forward(self, x: Tensor, timestep: Tensor, context: Tensor | Sequence[Tensor] | PreparedContext) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        context: Tensor | Sequence[Tensor] | PreparedContext,
+        sparse_state: SparseAttentionState | None = None,
+    ) -> Tensor:
         """Predict the velocity noise - x0.
 
         Args:
             x: latents [B, in_dim, F, H, W], float32; F, H, W divisible by `patch_size`.
             timestep: [B], or [B, S] for a timestep per token; 0 (clean) to 1000 (noise), any dtype.
             context: the text, as for `prepare_context`, or what that returned.
+            sparse_state: self-attention follows its pattern, whatever `set_attention_config` chose; it must have been
+                made for this grid. Each layer is set here, the denoising step by the caller.
 
         Returns:
             [B, out_dim, F, H, W] float32.
@@ -422,8 +442,10 @@ class WanModel(nn.Module):
             timestep = split.own(timestep) if timestep.shape[1] > 1 else timestep
         time_embedding = self.time_embedding(timestep_sinusoid(timestep, self.freq_dim).float())  # [B, T, C]
         time_projection = self.time_projection(time_embedding).unflatten(-1, (6, self.dim))
-        for block, (text_k, text_v) in zip(self.blocks, context.key_values):
-            hidden = block(hidden, time_projection, rope, text_k, text_v, split)
+        for i, (block, (text_k, text_v)) in enumerate(zip(self.blocks, context.key_values)):
+            if sparse_state is not None:
+                sparse_state.update(layer_idx=i)
+            hidden = block(hidden, time_projection, rope, text_k, text_v, split, sparse_state)
         patches = self.head(hidden, time_embedding)
         return self._unpatchify(patches if split is None else split.gather(patches), grid)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from telefuser.ops.attention import SparseAttentionState
+
 
 @torch.no_grad()
 def denoise(
@@ -27,6 +30,7 @@ def denoise(
     callback: Callable[[int, int, torch.Tensor], None] | None = None,
     *,
     device_mesh: DeviceMesh | None = None,
+    sparse_state: SparseAttentionState | None = None,
 ) -> torch.Tensor:
     """Run every step of `scheduler`.
 
@@ -41,6 +45,7 @@ def denoise(
         callback: called as `callback(step, total, latents)` after each step, step counting from 1.
         device_mesh: with a dimension `cfg` its two processes run one of the two passes each. All processes call this
             with the same arguments and get the same latents.
+        sparse_state: told each step, counting from 0, and handed to the model as `sparse_state=`.
 
     Returns:
         float32 latents [B, C, F, H, W] on the device of `noise`.
@@ -50,7 +55,11 @@ def denoise(
     total = scheduler.num_inference_steps
     contexts = [context] if guidance == 1 else [context, negative_context]
     group = get_group(device_mesh, "cfg")
+    if sparse_state is not None:
+        model = functools.partial(model, sparse_state=sparse_state)
     for i in range(total):
+        if sparse_state is not None:
+            sparse_state.update(numeral_timestep=i)
         timestep = timesteps[i].expand(latents.shape[0])
         velocity, *unconditional = _passes(model, latents, timestep, contexts, group)
         if unconditional:

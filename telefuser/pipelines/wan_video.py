@@ -19,11 +19,20 @@ from telefuser.core import checkpoint, wan_layout
 from telefuser.core.checkpoint import Checkpoint, CheckpointError
 from telefuser.core.config import AttentionConfig, AttnImplType, QuantConfig
 from telefuser.core.model_loading import meta_parameters
+from telefuser.distributed import get_attention_strategy
 from telefuser.models.wan_video_dit import WanModel
 from telefuser.models.wan_video_text_encoder import WanTextEncoder
 from telefuser.models.wan_video_vae import WanVideoVAE
 from telefuser.ops.fp8_quantization import quantize_weight
 from telefuser.pipelines import placement, wan_quantization
+from telefuser.pipelines.attention_choice import (
+    Run,
+    attending,
+    attention_metadata,
+    describe_attention,
+    make_state,
+    settle_attention,
+)
 from telefuser.pipelines.decode import NonFiniteError, VideoDecodeError, decode_frames, decode_or_keep
 from telefuser.pipelines.denoise import denoise
 from telefuser.pipelines.prompt import PromptTokenizer, encode_rows
@@ -93,6 +102,7 @@ class WanPipeline:
         device: where the stages run. A part that lies on the host is moved there for its stage and dropped after it.
         name: what the settings of a video call the model.
         loaded_as: how the models were loaded, for a video's metadata (dtype, attention, offload, quantize).
+        attention: of calls that name none, as `from_pretrained` takes it; None is the DiT's own attention.
     """
 
     def __init__(
@@ -106,10 +116,12 @@ class WanPipeline:
         device: torch.device | str,
         name: str = "custom",
         loaded_as: dict[str, Any] | None = None,
+        attention: str | AttnImplType | AttentionConfig | None = None,
     ):
         self.text_encoder, self.dit, self.vae, self.tokenizer = text_encoder, dit, vae, tokenizer
         self.defaults, self.device, self.name = dict(defaults), platforms.resolve_device(device), name
         self.loaded_as = {"dtype": str(next(dit.parameters()).dtype).removeprefix("torch."), **(loaded_as or {})}
+        self.attention = attention
         self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._warned_sizes: set[tuple[int, ...]] = set()
 
@@ -130,7 +142,8 @@ class WanPipeline:
             device: "auto", "cpu", "cuda", "cuda:1", "npu"; one that is named must be there.
             dtype: of the text encoder and the DiT's large weights; None is bfloat16, on the CPU float32. The VAE is
                 always float32.
-            attention: backend of the DiT, a name or a member of `AttnImplType`, or a whole `AttentionConfig`.
+            attention: backend of the DiT, a name or a member of `AttnImplType`, or a whole `AttentionConfig`. The
+                sparse patterns "radial" and "local" take their published settings, scaled to the steps of each call.
             offload: True keeps the models on the host and each on the device only during its stage; None does so when
                 the device's free memory is short.
             quantize: "fp8" stores the linear layers of the DiT's blocks in FP8, half the memory of bfloat16: each is
@@ -143,11 +156,7 @@ class WanPipeline:
         """
         device = platforms.resolve_device(device)
         dtype, quantize = resolve_dtype(dtype, device), wan_quantization.resolve_quantize(quantize)
-        if not isinstance(attention, AttentionConfig):
-            attention = AttentionConfig(attn_impl=AttnImplType.parse(attention))
-        if attention.is_sparse():
-            name = attention.attn_impl.name
-            raise ValueError(f"attention {name}: the pipeline has no sparse attention, choose a dense one such as auto")
+        impl = attention.attn_impl if isinstance(attention, AttentionConfig) else AttnImplType.parse(attention)
         found = checkpoint.inspect(path_or_id).require_usable()
         tokenizer = _tokenizer(found)
         if problems := _refused_settings(found):
@@ -164,7 +173,9 @@ class WanPipeline:
                 fp32_fragments=WanModel.FP32_PARAMETERS,
                 quantize=quantize_weight,
             )
-            dit.set_attention_config(attention)
+            if not impl.takes_sparse_config:
+                dense = attention if isinstance(attention, AttentionConfig) else AttentionConfig(attn_impl=impl)
+                dit.set_attention_config(dense)
             return cls(
                 text_encoder=found.text_encoder.load(WanTextEncoder.from_config, dtype=dtype, device=home),
                 dit=dit,
@@ -175,10 +186,11 @@ class WanPipeline:
                 name=found.folder.name if Path(path_or_id).is_dir() else str(path_or_id),
                 loaded_as={
                     "dtype": str(dtype).removeprefix("torch."),
-                    "attention": attention.attn_impl.name.lower(),
+                    "attention": impl.name.lower(),
                     "offload": offload,
                     "quantize": "fp8" if wan_quantization.describe(dit) else None,
                 },
+                attention=attention if impl.takes_sparse_config else None,
             )
 
     @torch.no_grad()
@@ -195,6 +207,11 @@ class WanPipeline:
         shift: float | None = None,
         seed: int | Sequence[int | None] | None = None,
         scheduler: str | None = None,
+        attention: str | AttnImplType | AttentionConfig | None = None,
+        decay: float | None = None,
+        dense_steps: int | None = None,
+        dense_layers: int | None = None,
+        local_window: int | Sequence[int] | None = None,
         callback: Callable[[int, int, torch.Tensor], None] | None = None,
         on_stage: Callable[[Stage], None] | None = None,
     ) -> WanVideo | list[WanVideo]:
@@ -203,6 +220,12 @@ class WanPipeline:
         None takes the checkpoint's default. Limits: see `validate_request`.
 
         Args:
+            attention: of this call, as for `from_pretrained`; None is what was said there.
+            decay: of radial attention, above 0: how fast the window narrows with the distance in time. By default 0.2.
+            dense_steps, dense_layers: how many first steps, and layers, of a sparse run attend densely; by default 24 %
+                of the steps and 1 layer.
+            local_window: of local attention: how many tokens one sees to each side, or (frames, rows, columns). By
+                default 6.
             callback: called as `callback(step, total, latents)` after each step of each video.
             on_stage: called after each stage: "text" once, "denoise" and "decode" for each video.
 
@@ -224,6 +247,14 @@ class WanPipeline:
             seed=seed,
             scheduler=scheduler,
         )
+        config = self._settle_attention(
+            request,
+            attention,
+            decay=decay,
+            dense_steps=dense_steps,
+            dense_layers=dense_layers,
+            local_window=local_window,
+        )
         self._warn_of_another_size(request)
         vae_dim = self.vae.encoder.conv1.weight.shape[0]
         placement.require_memory(self.device, request.width, request.height, request.num_frames, self.dit.dim, vae_dim)
@@ -234,9 +265,9 @@ class WanPipeline:
                 texts = self._encode(request)
                 placement.make_room(self.text_encoder, self.device, request.num_pixels)
             for i, seed_i in enumerate(request.seeds):
-                settings, stages = self._settings(request, i), list(shared)
-                with self._stage("denoise", stages, on_stage):
-                    latents = self._denoise(request, i, texts, callback)
+                settings, stages = self._settings(request, i, config), list(shared)
+                with self._stage("denoise", stages, on_stage), attending(self.dit, config):
+                    latents = self._denoise(request, i, texts, config, callback)
                 with self._stage("decode", stages, on_stage), placement.on_device(self.vae, self.device):
                     frames = decode_or_keep(self.vae, latents, settings)
                 videos.append(WanVideo(frames, request.fps, seed_i, settings, stages))
@@ -277,8 +308,35 @@ class WanPipeline:
             self._texts.popitem(last=False)
         return found
 
+    def _settle_attention(self, request: GenerationRequest, asked: Any, **sparse: Any) -> AttentionConfig | None:
+        """What this call's self-attention follows; None for what the DiT was given."""
+        first = self.dit.blocks[0].self_attn
+        own = first.attention_config or AttentionConfig()
+        asked = self.attention if asked is None else asked
+        config = settle_attention(own if asked is None else asked, **sparse, steps=request.steps)
+        strategy = get_attention_strategy(self.dit.device_mesh)
+        if config.is_sparse() and strategy in ("ring", "usp"):
+            raise ValueError(
+                f"attention {config.attn_impl.name} does not work where a ring splits the keys ({strategy}): split "
+                "the tokens by sp_ulysses_degree alone, or choose a dense attention"
+            )
+        if logger.isEnabledFor(logging.INFO):
+            # The bias: a quantised weight has another dtype than the activations.
+            line = describe_attention(config, self._run(request), self.device, first.q.bias.dtype)
+            logger.info("attention %s", line)
+        return None if asked is None else config
+
+    def _run(self, request: GenerationRequest) -> Run:
+        dit = self.dit
+        return Run.of(request, dit.dim, dit.num_heads, dit.num_layers, dit.patch_size)
+
     def _denoise(
-        self, request: GenerationRequest, i: int, texts: dict[str, torch.Tensor], callback: Callable | None
+        self,
+        request: GenerationRequest,
+        i: int,
+        texts: dict[str, torch.Tensor],
+        config: AttentionConfig | None,
+        callback: Callable | None,
     ) -> torch.Tensor:
         """Latents [C, F', H/8, W/8] float32 on the device, of video `i`."""
         noise = make_noise(request.seeds[i], request.latent_shape(self.dit.in_dim)).to(self.device)
@@ -289,7 +347,16 @@ class WanPipeline:
             negative = None
             if request.guidance != 1:
                 negative = self.dit.prepare_context([texts[request.negative_prompts[i]].to(self.device)])
-            latents = denoise(self.dit, scheduler, noise[None], context, negative, request.guidance, callback)[0]
+            latents = denoise(
+                self.dit,
+                scheduler,
+                noise[None],
+                context,
+                negative,
+                request.guidance,
+                callback,
+                sparse_state=make_state(config, self._run(request)),
+            )[0]
         if not torch.isfinite(latents).all():
             half = " or bfloat16 or float32 instead of float16" if self.loaded_as["dtype"] == "float16" else ""
             raise NonFiniteError(
@@ -298,7 +365,7 @@ class WanPipeline:
             )
         return latents
 
-    def _settings(self, request: GenerationRequest, i: int) -> dict[str, Any]:
+    def _settings(self, request: GenerationRequest, i: int, config: AttentionConfig | None) -> dict[str, Any]:
         """Everything that made video `i`; goes into the file's metadata."""
         own = {
             "model": self.name,
@@ -311,7 +378,7 @@ class WanPipeline:
             for name in ("width", "height", "num_frames", "steps", "guidance", "shift", "scheduler", "fps")
         }
         made_by = {"device": str(self.device), "telefuser": __version__}
-        return own | shared | made_by | self.loaded_as
+        return own | shared | made_by | self.loaded_as | (attention_metadata(config) if config is not None else {})
 
     @contextlib.contextmanager
     def _stage(self, name: str, stages: list[Stage], on_stage: Callable[[Stage], None] | None) -> Iterator[None]:

@@ -239,6 +239,21 @@ def dit_errors(degrees, size, per_token, dtype=torch.float32, **changes):
 
 
 @torch.inference_mode()
+def sparse_dit_error(degrees):
+    """The model's error under radial attention against one process, and how far that is from dense."""
+    model = make_dit()
+    g = torch.Generator().manual_seed(3)
+    x, context, timestep = torch.randn(2, 4, 9, 14, 14, generator=g), torch.randn(2, 7, 16, generator=g), torch.ones(2)
+    config = AttentionConfig.radial_attention(dense_timesteps=1, dense_layers=1, decay_factor=0.2, block_size=64)
+    state = SparseAttentionState(config, MaskMap(9 * 7 * 7, 9))
+    state.update(numeral_timestep=1)
+    dense, want = model(x, timestep, context), model(x, timestep, context, sparse_state=state)
+    model.enable_usp(mesh_of(**degrees))
+    got = model(x, timestep, context, sparse_state=state)
+    return rel_error(got, want), rel_error(want, dense)
+
+
+@torch.inference_mode()
 def sampling_error(guidance, **degrees):
     """Error of a sampling loop whose guidance passes and tokens are split, bit-equality over ranks, and model calls."""
     model, calls = make_dit(), []
@@ -356,6 +371,7 @@ TWO = {
     },
     "no lse": ring_with_backend_that_gives_no_lse,
     "dit": partial(dit_errors, ULYSSES_2, **DIT["15 tokens, a timestep each"]),
+    "sparse dit": partial(sparse_dit_error, ULYSSES_2),
     "gradient: 5 heads": partial(ulysses_gradient_error, 5),
     "absent partner": absent_partner,
 }

@@ -98,6 +98,13 @@ def test_transformer_on_two_processes(two):
         assert is_same_everywhere
 
 
+def test_a_sparse_transformer_on_two_processes(two):
+    # 441 tokens: each process computes two heads of all of them, over the blocks that the whole video keeps.
+    for error, from_dense in two("sparse dit"):
+        assert error <= 1e-5
+        assert from_dense > 1e-3
+
+
 @pytest.mark.parametrize("name", [name for name in checks.FOUR if name.startswith("sampling")])
 def test_guidance_passes_run_side_by_side(four, name):
     for error, is_same_everywhere, num_calls in four(name):

@@ -15,7 +15,10 @@ from telefuser.core.model_loading import load_model
 from telefuser.core.wan_keys import dit_config, dit_key_map
 from telefuser.models import wan_video_dit
 from telefuser.models.wan_video_dit import WAN_DIT_SIZES, WanModel, rope_angles
+from telefuser.ops.attention import MaskMap, SparseAttentionState
+from telefuser.ops.attention.backends import availability
 from tests.golden import golden_dir
+from tests.ops.attention.reference import reference as formula_attention
 from tests.ops.machines import interpreted_cuda as interpreted_cuda
 from tests.tolerances import rel_error, tolerance
 
@@ -323,6 +326,124 @@ def test_sparse_config_leaves_cross_attention_dense():
     for block in model.blocks:
         assert block.self_attn.attention_config is config
         assert block.cross_attn.attention_config is None
+
+
+GRID = (6, 8, 16)  # of video(): 6 blocks of 128 tokens
+RADIAL = AttentionConfig.radial_attention(dense_timesteps=2, dense_layers=1, decay_factor=0.2)
+
+
+def video(batch: int = 1) -> torch.Tensor:
+    return torch.randn(batch, 4, 6, 16, 32, generator=torch.Generator().manual_seed(4))
+
+
+def state_at(step: int, config: AttentionConfig = RADIAL) -> SparseAttentionState:
+    state = SparseAttentionState(config, MaskMap(768, 6, grid=GRID))
+    state.update(numeral_timestep=step)
+    return state
+
+
+@pytest.mark.parametrize("pattern", ["radial", "local"])
+def test_a_sparse_state_makes_self_attention_sparse_past_the_dense_steps_and_layers(pattern, monkeypatch):
+    """Against the same model whose attention is the formula with the mask written out; the text's stays whole."""
+    config = RADIAL if pattern == "radial" else AttentionConfig.local_sparse_attention(2, 1, (1, 2, 4))
+    model, x, t, context = tiny_model(num_layers=3), video(2), torch.tensor([900, 20]), text(2, 8)
+    with torch.no_grad():
+        dense = model(x, t, context)
+        early, late = (model(x, t, context, sparse_state=state_at(step, config)) for step in (1, 2))
+        keep = state_at(2, config).block_mask(768).keep.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        assert 0.1 < keep.double().mean() < 0.9
+        layers = iter(range(3))
+
+        def formula(q, k, v, **options):
+            is_text = k.shape[1] == 8
+            mask = None if is_text or next(layers) < 1 else keep
+            return formula_attention(q, k, v, mask=mask)[0].to(v.dtype)
+
+        monkeypatch.setattr(wan_video_dit, "attention", formula)
+        expected = model(x, t, context)
+    assert rel_error(early, dense) < tolerance("model", torch.float32)
+    assert rel_error(late, expected) < tolerance("model", torch.float32)
+    assert rel_error(late, dense) > 100 * tolerance("model", torch.float32)
+
+
+def test_a_sparse_batch_equals_its_samples():
+    model, x, t, context = tiny_model(), video(2), torch.tensor([900, 20]), [text(2), text(7)]
+    together = model(x, t, context, sparse_state=state_at(2))
+    for i in range(2):
+        alone = model(x[i : i + 1], t[i : i + 1], context[i : i + 1], sparse_state=state_at(2))
+        assert rel_error(together[i : i + 1], alone) < tolerance("model", torch.float32)
+
+
+def test_a_state_replaces_the_configuration_for_this_call_only():
+    model, x, t, context = tiny_model(), video(), torch.tensor([500]), text(1, 5)
+    plain = model(x, t, context)
+    sparse = model(x, t, context, sparse_state=state_at(2))
+    for config in (AttentionConfig.dense_attention(AttnImplType.TORCH_SDPA), RADIAL):
+        model.set_attention_config(config)
+        assert torch.equal(model(x, t, context, sparse_state=state_at(2)), sparse)
+    model.set_attention_config(None)
+    assert torch.equal(model(x, t, context), plain)
+
+
+def test_a_state_of_another_grid_is_refused():
+    with pytest.raises(ValueError, match="12 tokens and the mask is for 768"):
+        tiny_model()(latents(), torch.tensor([500]), text(1, 5), sparse_state=state_at(9))
+
+
+def compiled_graphs(model: WanModel, is_sparse: bool, device: str = "cpu") -> list:
+    """The graphs of the compiled blocks over five sizes, three steps and two layers; checks every output."""
+    context, graphs = model.prepare_context(text(1, 5).to(device)), []
+    sizes = [(3, 8, 16), (5, 8, 16), (3, 16, 16), (2, 24, 16), (4, 16, 24)]
+    config = AttentionConfig.radial_attention(dense_timesteps=1, dense_layers=1, decay_factor=0.2, block_size=64)
+
+    def run(frames, height, width):
+        x = torch.randn(1, 4, frames, height, width, generator=torch.Generator().manual_seed(5)).to(device)
+        grid = (frames, height // 2, width // 2)
+        mask_map = MaskMap(grid[0] * grid[1] * grid[2], frames, grid=grid)
+        state = SparseAttentionState(config, mask_map) if is_sparse else None
+        for step in range(3):
+            if is_sparse:
+                state.update(numeral_timestep=step)
+            yield model(x, torch.tensor([900 - step], device=device), context, sparse_state=state)
+
+    def keep_graph(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    expected = [out for size in sizes for out in run(*size)]
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend=keep_graph, fullgraph=True, dynamic=True)
+    outputs = [out for size in sizes for out in run(*size)]
+    torch._dynamo.reset()
+    for output, wanted in zip(outputs, expected):
+        assert rel_error(output, wanted) < tolerance("model", model.blocks[0].ffn[0].weight.dtype)
+    names = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("telefuser.sparse_attention" in name for name in names) == is_sparse
+    assert sum("telefuser.attention" in name for name in names) == 2 - is_sparse
+    return graphs
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@torch.no_grad()
+def test_a_block_compiles_whole_and_not_once_a_resolution(is_sparse):
+    """B110, B114: no break, and at most two graphs for five sizes, three steps and two layers."""
+    model = tiny_model()
+    model.set_attention_config(AttentionConfig.dense_attention(AttnImplType.TORCH_SDPA))
+    assert len(compiled_graphs(model, is_sparse)) <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["TORCH_SDPA", "TORCH_CUDNN", "FLASH_ATTN_4", "AUTO", "RADIAL_ATTN"])
+@torch.no_grad()
+def test_a_block_compiles_whole_with_every_backend_of_a_gpu(impl):
+    """B110, B114."""
+    is_sparse = impl == "RADIAL_ATTN"
+    if not is_sparse and impl != "AUTO" and (reason := availability()[AttnImplType[impl]]):
+        pytest.skip(reason)
+    model = cast_as_loaded(tiny_model(dim=128), torch.bfloat16).cuda()
+    model.set_attention_config(AttentionConfig.dense_attention(AttnImplType["AUTO" if is_sparse else impl]))
+    assert len(compiled_graphs(model, is_sparse, "cuda")) <= 2
 
 
 @pytest.mark.parametrize(

@@ -73,3 +73,19 @@ def test_a_batch_gets_one_timestep_a_sample():
 
     denoise(model, scheduler, NOISE.expand(3, -1, -1, -1, -1), None, None, 1.0)
     assert shapes == [(3,), (3,)]
+
+
+def test_a_sparse_state_is_told_every_step_and_handed_to_the_model():
+    class State:
+        def update(self, numeral_timestep):
+            self.step = numeral_timestep
+
+    state, seen = State(), []
+
+    def model(x, timestep, context, sparse_state):
+        assert sparse_state is state
+        seen.append((sparse_state.step, context))
+        return x
+
+    denoise(model, make_scheduler("euler", 3, 3.0), NOISE, "yes", "no", 2.0, sparse_state=state)
+    assert seen == [(step, context) for step in range(3) for context in ("yes", "no")]

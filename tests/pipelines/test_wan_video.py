@@ -11,6 +11,8 @@ from telefuser.core import checkpoint, wan_component
 from telefuser.core.checkpoint import CheckpointError
 from telefuser.core.config import AttentionConfig, AttnImplType
 from telefuser.core.weight_files import WeightSet
+from telefuser.ops.attention import MaskMap, SparseAttentionState
+from telefuser.ops.attention.sparse_attention import _radial as sparse_masks
 from telefuser.pipelines import wan_video
 from telefuser.pipelines.decode import to_uint8
 from telefuser.pipelines.denoise import denoise
@@ -267,13 +269,94 @@ def test_the_attention_choice_reaches_the_model(tiny_folder):
     assert pipeline.dit.blocks[0].cross_attn.attention_config is config
 
 
+LARGE = {"height": 128, "width": 256, "num_frames": 21, "steps": 4, "seed": 3}  # 6 x 8 x 16 tokens: 6 blocks of 128
+
+
+def test_a_sparse_run_equals_its_parts_put_together_by_hand(tiny_pipeline):
+    """Guidance, the first step and the first layer included: every pass of every step knows where it is."""
+    video = tiny_pipeline("a red cat", attention="radial", **LARGE)
+    config = AttentionConfig.radial_attention(dense_timesteps=1, dense_layers=1, decay_factor=0.2)
+    state = SparseAttentionState(config, MaskMap(768, 6, grid=(6, 8, 16)))
+
+    def model(x, timestep, context):
+        state.update(numeral_timestep=(len(calls) // 2))
+        calls.append(context)
+        return tiny_pipeline.dit(x, timestep, context, sparse_state=state)
+
+    calls = []
+    with torch.no_grad():
+        texts = tiny_pipeline._encode(validate_request(DEFAULTS, "a red cat"))
+        noise = make_noise(3, (16, 6, 16, 32))[None]
+        context, negative = ([texts[text]] for text in ("a red cat", "blurry"))
+        latents = denoise(model, make_scheduler("unipc", 4, 3.0), noise, context, negative, 3.0)
+        frames = to_uint8(tiny_pipeline.vae.decode(latents)[0])
+    assert len(calls) == 8
+    assert max_difference(video.frames, frames) <= 1
+    dense = tiny_pipeline("a red cat", **LARGE).frames
+    assert max_difference(video.frames, dense) > 8
+    # All steps dense is the dense run, by another way.
+    assert max_difference(tiny_pipeline("a red cat", attention="radial", dense_steps=4, **LARGE).frames, dense) <= 1
+
+
+def test_the_attention_of_a_call_is_for_that_call(tiny_folder, tiny_pipeline):
+    dense = tiny_pipeline("a red cat", **LARGE)
+    before = tiny_pipeline.dit.blocks[0].self_attn.attention_config
+    radial = tiny_pipeline("a red cat", attention="radial", **LARGE)
+    assert max_difference(radial.frames, dense.frames) > 8
+    assert (radial.settings["attention"], radial.settings["dense_steps"]) == ("radial_attn", 1)
+    assert tiny_pipeline("a red cat", attention="sdpa", **LARGE).settings["attention"] == "torch_sdpa"
+    assert tiny_pipeline.dit.blocks[0].self_attn.attention_config is before
+    again = tiny_pipeline("a red cat", **LARGE)
+    assert torch.equal(again.frames, dense.frames)
+    assert again.settings["attention"] == "auto"
+    sparse = WanPipeline.from_pretrained(tiny_folder, "cpu", attention="radial")
+    assert torch.equal(sparse("a red cat", **LARGE).frames, radial.frames)
+    assert torch.equal(sparse("a red cat", attention="auto", **LARGE).frames, dense.frames)
+    names = ("attention", "decay", "dense_steps", "dense_layers")
+    other = sparse("a red cat", decay=1.0, dense_layers=0, **LARGE)
+    assert not torch.equal(other.frames, radial.frames)
+    repeated = tiny_pipeline("a red cat", **{name: other.settings[name] for name in names}, **LARGE)
+    assert torch.equal(repeated.frames, other.frames)
+
+
+def test_a_sparse_run_says_in_the_log_what_it_computes(tiny_pipeline, caplog):
+    caplog.set_level("INFO", "telefuser")
+    tiny_pipeline("a cat", attention="local", local_window=(1, 2, 3), **LARGE | {"steps": 1})
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("attention ")]
+    assert len(lines) == 1
+    assert "LOCAL_SPARSE_ATTN (window (1, 2, 3), blocks of 128) by TORCH_BLOCKED" in lines[0]
+    assert "no step, layer 1 of 2" in lines[0]
+
+
+def test_wrong_sparse_settings_are_refused_before_any_model_runs(tiny_pipeline, monkeypatch):
+    monkeypatch.setattr(tiny_pipeline, "_encode", None)
+    for given, words in (({"decay": 0.2}, "AUTO: use attention='radial'"), ({"attention": "magic"}, "'magic'")):
+        with pytest.raises(ValueError, match=words):
+            tiny_pipeline("a cat", **given)
+
+
+def test_a_ring_is_refused_before_the_run(tiny_pipeline, monkeypatch):
+    monkeypatch.setattr(wan_video, "get_attention_strategy", lambda mesh: "ring")
+    monkeypatch.setattr(tiny_pipeline, "_encode", None)
+    with pytest.raises(ValueError, match=r"RADIAL_ATTN .* \(ring\): split the tokens by sp_ulysses_degree alone"):
+        tiny_pipeline("a cat", attention="radial")
+
+
+def test_masks_do_not_pile_up_over_sizes(tiny_pipeline):
+    """B140: bounded, and keyed by size, device and settings."""
+    MaskMap.clear_cache()
+    for width in range(16, 16 * 22, 16):
+        tiny_pipeline("a cat", attention="radial", seed=0, steps=1, width=width, height=16, num_frames=9)
+    assert sparse_masks.cache_info().currsize == 16
+    MaskMap.clear_cache()
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
         ({"device": "cuda:99"}, "cuda:99"),
         ({"device": "npu:7"}, "npu:7.*[Aa]vailable"),
         ({"attention": "flash_attn_9"}, "flash_attn_9"),
-        ({"attention": "radial"}, "choose a dense one"),
         ({"dtype": "int8"}, "bf16"),
     ],
 )

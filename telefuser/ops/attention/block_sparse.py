@@ -148,6 +148,24 @@ def _run(record: SparseBackend, entry: Entry, call: Call, mask: BlockMask):
     return out[..., :head_dim], lse
 
 
+def name_executor(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    mask: BlockMask,
+    quantised: bool = False,
+) -> str:
+    """What `block_sparse_attention` would take for q, k, v [B, N, S, D] of this shape, for logs; computes nothing."""
+    # A shape without memory behind it.
+    q = torch.empty(1, dtype=dtype, device=device).expand(shape)
+    return _choose(Call(q, q, q, None, 1.0), mask, quantised)[0].impl.name
+
+
+def availability(device: torch.device | None = None) -> dict[SparseExecutor, str | None]:
+    """For each executor, in the order in which they are tried: None where it can run on `device`, else the reason."""
+    return {record.impl: TABLE.reason(record.impl, device) for record in TABLE}
+
+
 def describe_executor(device: torch.device | None = None) -> str:
     """The exact executor that comes first on `device` (default: the current one), for logs."""
     exact = (record.impl for record in TABLE if record.is_exact)

@@ -139,6 +139,7 @@ class SparseAttentionState:
     model_type: "wan" (every query sees the whole first frame) or "hunyuan".
     num_steps, num_layers: of the run, if known: a config under which no step or no layer is ever sparse says so once.
 
+    `config` then is the `SparseAttentionConfig` and `attention_config` what `attention` takes with this state.
     `update` says which denoising step and layer come next, both from 0. One state serves one run at a time.
     """
 
@@ -164,6 +165,11 @@ class SparseAttentionState:
         if sparse.sparse_impl is AttnImplType.LOCAL_SPARSE_ATTN and mask_map.grid is None:
             raise ValueError("a local window needs MaskMap(video_token_num, num_frame, grid=(frames, rows, columns))")
         self.config = sparse
+        self.attention_config = (
+            config
+            if isinstance(config, AttentionConfig)
+            else AttentionConfig(attn_impl=sparse.sparse_impl, sparse_config=sparse)
+        )
         self.mask_map = mask_map
         self.model_type = model_type
         # Number, step and layer. A tensor, because compiled code that read Python numbers would be compiled again for
@@ -175,7 +181,7 @@ class SparseAttentionState:
 
     def __reduce__(self):
         # A copy gets a number of its own.
-        return _restored, (self.config, self.mask_map, self.model_type, self.numeral_timestep, self.layer_idx)
+        return _restored, (self.attention_config, self.mask_map, self.model_type, self.numeral_timestep, self.layer_idx)
 
     @property
     def numeral_timestep(self) -> int:
@@ -223,8 +229,8 @@ def _warn_if_never_sparse(config: SparseAttentionConfig, num_steps: int | None, 
         if total is not None and dense >= total:
             TABLE.warn_once(
                 ("never sparse", field),
-                f"sparse attention: {field} is {dense} and the run has {total} {what}, so no step will be sparse; "
-                f"give a smaller {field}",
+                f"sparse attention: {field} is {dense} and the run has {total} {what}, so nothing will be sparse; "
+                f"give fewer dense {what}",
             )
 
 

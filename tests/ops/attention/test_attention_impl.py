@@ -6,6 +6,9 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from telefuser import platforms
 from telefuser.core.config import AttentionConfig, AttnImplType
@@ -64,6 +67,38 @@ def test_strided_qkv_reaches_the_kernel_without_a_copy(monkeypatch):
     out = attention(q, k, v, input_layout="BSND", output_layout="BSND")
     assert seen == [(t.data_ptr(), t.transpose(1, 2).stride()) for t in (q, k, v)]
     assert_close(out, reference(q, k, v)[0], "attention")
+
+
+class Allocations(TorchDispatchMode):
+    """The operators whose results lie in memory of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        result = operator(*arguments, **(options or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((arguments, options)) if isinstance(t, Tensor)}
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.numel() > 1]
+        if any(t.untyped_storage().data_ptr() not in given for t in made):
+            self.names.append(operator.overloadpacket.__name__)
+        return result
+
+
+@pytest.mark.parametrize("layout", ["BSND", "BNSD"])
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("how", ["packed", "by projection"])
+def test_strided_qkv_costs_one_allocation_and_that_is_the_result(layout, return_lse, how):
+    """S246: from the projections to the output nothing is copied, whatever the layout asked for."""
+    if how == "packed":
+        q, k, v = torch.randn(2, 48, 3, 4, 32).unbind(2)
+    else:
+        q, k, v = (torch.randn(2, 48, 4 * 32).unflatten(-1, (4, 32)) for _ in range(3))
+    given = [t.transpose(1, 2) if layout == "BNSD" else t for t in (q, k, v)]
+    with torch.no_grad(), Allocations() as made:
+        result = attention(*given, input_layout=layout, return_lse=return_lse, attn_impl="sdpa")
+        (result[0] if return_lse else result).flatten(2)
+    assert made.names == ["_scaled_dot_product_flash_attention_for_cpu"]
 
 
 def test_a_strided_last_dim_gives_the_dense_result():

@@ -1,5 +1,7 @@
 """`attention` inside `torch.compile`: one opaque node, no graph break, and a traced SDPA where a gradient is needed."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from telefuser.core.config import AttentionConfig, AttnImplType
 from telefuser.ops.attention import attention
 from telefuser.ops.normalization import RMSNorm
 from telefuser.ops.rotary import apply_rotary_emb
+from tests.ops.attention.conftest import ALL_STUBS
 from tests.ops.attention.reference import qkv, reference
 from tests.tolerances import assert_close
 
@@ -67,6 +70,35 @@ def test_a_block_compiles_whole_and_equals_eager():
     assert sum("telefuser.apply_rotary_emb" in target for target in targets) == 2
     assert any("rsqrt" in target for target in targets)
     assert not any("scaled_dot_product" in target for target in targets)
+
+
+PACKAGES = {
+    "FLASH_ATTN_4": "flash_attn.cute",
+    "FLASH_ATTN_3": "flash_attn_interface",
+    "FLASH_ATTN_2": "flash_attn",
+    "SAGE_ATTN_2_8_16": "sageattention",
+    "AUTO": "flash_attn.cute",
+}
+
+
+@pytest.mark.parametrize("impl", PACKAGES)
+def test_a_package_is_called_from_one_node_of_an_unbroken_graph(sim_gpu, stub, impl):
+    """S110, S246: the compiler sees no line of it, and it gets the views of the projection."""
+    for name, source in ALL_STUBS.items():
+        stub(name, source)
+    sim_gpu((9, 0))
+    block, x, freqs = SelfAttention(256), torch.randn(1, 130, 256), tables(130, 64)
+    block.config = AttentionConfig(AttnImplType[impl])
+    block, x, freqs = block.bfloat16(), x.bfloat16(), tuple(t.bfloat16() for t in freqs)
+    recorder, package = Recorder(), importlib.import_module(PACKAGES[impl])
+    with torch.no_grad():
+        eager = block(x, freqs)
+        assert torch.equal(torch.compile(block, backend=recorder, fullgraph=True)(x, freqs), eager)
+    assert len(package.calls) == 2
+    assert [call["v"].stride() for call in package.calls] == [(130 * 768, 768, 64, 1)] * 2
+    assert len(recorder.graphs) == 1
+    assert sum("telefuser.attention" in target for target in recorder.targets()) == 1
+    assert not any("softmax" in target or "matmul" in target for target in recorder.targets())
 
 
 def test_inductor_agrees_with_eager():
