@@ -8,6 +8,8 @@ _HOME = {
     "add_gated": "normalization",
     "add_layer_norm": "normalization",
     "apply_rotary_embedding": "rotary",
+    "attend_listed_tiles": "block_sparse_attention",
+    "attention_tiles": "block_sparse_attention",
     "fused_scale_shift": "modulate",
     "layer_norm": "normalization",
     "per_token_quant_fp8": "quantize",

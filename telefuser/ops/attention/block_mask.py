@@ -67,10 +67,43 @@ class BlockMask:
                 keep = torch.cat((pairs, keep.narrow(dim, even, keep.shape[dim] - even)), dim=dim)
         return keep
 
+    def lists(self, rows: int, columns: int) -> "TileLists":
+        """`tiles(rows, columns)` as lists; made once for each pair, on the mask's device and without waiting for it."""
+        if (rows, columns) not in self._lists:
+            # They outlive the call, which may be one under inference mode.
+            with torch.inference_mode(False):
+                self._lists[rows, columns] = _listed(self.tiles(rows, columns))
+        return self._lists[rows, columns]
+
+    @functools.cached_property
+    def _lists(self) -> dict[tuple[int, int], "TileLists"]:
+        return {}
+
     @functools.cached_property
     def plan(self) -> list[list[list["Run"]]]:
         """`plan[b][n]`: the runs of query blocks that share their key blocks; made once, waits for the device once."""
         return [[_runs(keep, self.keep.device) for keep in heads] for heads in self.by_head.cpu()]
+
+
+class TileLists(NamedTuple):
+    """The tiles of keys that each tile of queries sees, int32, B and N as the mask has them (1: the same for all).
+
+    counts: [B, N, Tq], how many.
+    indices: [B, N, Tq, Tk], which, in rising order, then the others.
+    order: [B, N, Tq], the tiles of queries, longest lists first, so that no long one is left for the end.
+    """
+
+    counts: torch.Tensor
+    indices: torch.Tensor
+    order: torch.Tensor
+
+
+def _listed(keep: torch.Tensor) -> TileLists:
+    counts = keep.sum(dim=-1, dtype=torch.int32)
+    # Stable: what is kept comes first and stays in order.
+    indices = keep.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
+    order = counts.sort(dim=-1, descending=True, stable=True).indices
+    return TileLists(counts, indices.to(torch.int32), order.to(torch.int32))
 
 
 class Run(NamedTuple):
