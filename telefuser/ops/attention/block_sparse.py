@@ -11,6 +11,7 @@ from enum import Enum, auto
 import torch
 import torch.nn.functional as F
 
+import telefuser.kernel.triton as kernels
 from telefuser import platforms
 from telefuser.ops.attention import torch_sdpa as sdpa
 from telefuser.ops.attention.block_mask import BlockMask, Run
@@ -35,6 +36,8 @@ _BLOCK_SPARSE_NEEDS = (
 class SparseExecutor(Enum):
     """What computes attention over kept blocks. SPARGE_ATTN quantises and is taken on request only."""
 
+    FLASH_ATTN_4 = auto()
+    TRITON_BLOCK_SPARSE = auto()
     BLOCK_SPARSE_ATTN = auto()
     TORCH_BLOCKED = auto()
     SPARGE_ATTN = auto()
@@ -137,7 +140,7 @@ def _refusal(record: SparseBackend, call: Call, mask: BlockMask) -> str | None:
 
 
 def _run(record: SparseBackend, entry: Entry, call: Call, mask: BlockMask):
-    if not record.sources:
+    if not record.is_gpu_only:
         return record.run(entry, call, mask)
     head_dim = call.q.shape[3]
     wide = next(size for size in record.head_dims if size >= head_dim)
@@ -152,6 +155,55 @@ def describe_executor(device: torch.device | None = None) -> str:
     """The exact executor that comes first on `device` (default: the current one), for logs."""
     exact = (record.impl for record in TABLE if record.is_exact)
     return next(impl.name for impl in exact if TABLE.reason(impl, device) is None)
+
+
+@executor(
+    SparseExecutor.FLASH_ATTN_4,
+    sources=(
+        Source(
+            "flash_attn.cute",
+            "flash_attn_func",
+            ("softmax_scale", "block_sparse_tensors", "return_lse"),
+            "pip install --pre flash-attn-4",
+        ),
+    ),
+    # On Blackwell a program takes 256 queries, more than a block of the mask.
+    generations=(9,),
+    head_dims=(64, 96, 128),
+    has_lse=True,
+)
+def flash_attn_4(entry: Entry, call: Call, mask: BlockMask):
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    size = mask.block_size
+    lists = mask.lists(size, size)
+    # Two lists a row: blocks that a function masks element by element, none here, and blocks that are seen whole. The
+    # end of the sequence is masked in whichever block comes last.
+    blocks = BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(lists.counts),
+        mask_block_idx=torch.zeros_like(lists.counts)[..., None],
+        full_block_cnt=lists.counts,
+        full_block_idx=lists.indices,
+        block_size=(size, size),
+    )
+    q, k, v = (t.transpose(1, 2) for t in (call.q, call.k, call.v))
+    out, lse = entry.call(
+        q, k, v, softmax_scale=call.scale, causal=False, block_sparse_tensors=blocks, return_lse=call.return_lse
+    )
+    return out.transpose(1, 2), lse if call.return_lse else None
+
+
+@executor(
+    SparseExecutor.TRITON_BLOCK_SPARSE,
+    is_triton=True,
+    generations=(8, 9, 10, 11, 12),
+    has_gqa=True,
+    has_lse=True,
+)
+def triton_block_sparse(entry: Entry, call: Call, mask: BlockMask):
+    tiles = kernels.attention_tiles(mask.block_size, call.q)
+    lists = mask.lists(tiles.rows, tiles.columns)
+    return kernels.attend_listed_tiles(call.q, call.k, call.v, *lists, call.scale, tiles, call.return_lse)
 
 
 @executor(
