@@ -16,6 +16,7 @@ import torch
 
 from telefuser.kernel import constexpr, jit, tl
 from telefuser.kernel.triton.launch import family
+from telefuser.kernel.triton.online_softmax import descriptor, fits_descriptor, read_tile, softmax_step
 from telefuser.kernel.triton.rows import KERNEL_DTYPES
 
 HEAD_DIMS = (64, 128)
@@ -59,25 +60,6 @@ def _tiles(block_size: int, itemsize: int, device_family: str) -> Tiles:
 
 
 @jit
-def _tile(x, start, batch, head, step, lanes, TMA: constexpr, SIZE: constexpr, HEAD_DIM: constexpr):
-    """SIZE tokens of x from `start` on, [SIZE, HEAD_DIM]; past the end by TMA zeros, else not to be asked for."""
-    if TMA:
-        tile = x.load([batch, head, start, 0]).reshape(SIZE, HEAD_DIM)
-    else:
-        tile = tl.load(x + start.to(tl.int64) * step + lanes)
-    return tile
-
-
-@jit
-def _weights(scores, scale, top, total, acc):
-    """One step of the online softmax: weights of `scores`, and the state of the rows after them."""
-    new = tl.maximum(top, tl.max(scores, 1) * scale)
-    weights = tl.exp2(scores * scale - new[:, None])
-    shrink = tl.exp2(top - new)
-    return weights, new, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
-
-
-@jit
 def _block_sparse_attention_kernel(
     q, k, v, out, lse, counts, indices, order, scale, tokens, key_tiles, group,
     q0, q1, q2, k0, k1, k2, v0, v1, v2, o0, o1, o2, l0, l1, c0, c1, i0, i1, i2,
@@ -118,25 +100,25 @@ def _block_sparse_attention_kernel(
     for i in tl.range(0, count, num_stages=STAGES):
         start = index * COLUMNS
         index = tl.load(listed + tl.minimum(i + 1, key_tiles - 1))
-        key = _tile(k, start, batch, key_head, k2, k_lanes, TMA, COLUMNS, HEAD_DIM)
+        key = read_tile(k, start, batch, key_head, k2, k_lanes, TMA, COLUMNS, HEAD_DIM)
         # "ieee" is about float32 only, which would be rounded to 10 bits otherwise.
         scores = tl.dot(query, key.T, input_precision="ieee")
-        weights, top, total, acc = _weights(scores, scale, top, total, acc)
-        value = _tile(v, start, batch, key_head, v2, v_lanes, TMA, COLUMNS, HEAD_DIM)
+        weights, top, total, acc = softmax_step(scores, scale, top, total, acc)
+        value = read_tile(v, start, batch, key_head, v2, v_lanes, TMA, COLUMNS, HEAD_DIM)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
     if TAIL:
         if has_tail:
             start = (key_tiles - 1) * COLUMNS
             inside = start + columns < tokens
             if TMA:
-                key = _tile(k, start, batch, key_head, k2, k_lanes, TMA, COLUMNS, HEAD_DIM)
-                value = _tile(v, start, batch, key_head, v2, v_lanes, TMA, COLUMNS, HEAD_DIM)
+                key = read_tile(k, start, batch, key_head, k2, k_lanes, TMA, COLUMNS, HEAD_DIM)
+                value = read_tile(v, start, batch, key_head, v2, v_lanes, TMA, COLUMNS, HEAD_DIM)
             else:
                 key = tl.load(k + start.to(tl.int64) * k2 + k_lanes, mask=inside[:, None], other=0.0)
                 value = tl.load(v + start.to(tl.int64) * v2 + v_lanes, mask=inside[:, None], other=0.0)
             scores = tl.dot(query, key.T, input_precision="ieee")
             scores = tl.where(inside[None, :], scores, float("-inf"))
-            weights, top, total, acc = _weights(scores, scale, top, total, acc)
+            weights, top, total, acc = softmax_step(scores, scale, top, total, acc)
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
 
     if lse is not None:
@@ -190,8 +172,8 @@ def attend_listed_tiles(
     indices = indices.expand(batch, heads, -1, -1)
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]
     strides += (heads * tokens, tokens, *counts.stride()[:2], *indices.stride()[:3])
-    tma = tiles.tma and _fits_descriptor(k) and _fits_descriptor(v)
-    keys, values = (_descriptor(t, tiles.columns) for t in (k, v)) if tma else (k, v)
+    tma = tiles.tma and fits_descriptor(k) and fits_descriptor(v)
+    keys, values = (descriptor(t, tiles.columns) for t in (k, v)) if tma else (k, v)
     _block_sparse_attention_kernel[(counts.shape[2], heads, batch)](
         q, keys, values, out, lse, counts, indices, order, scale * math.log2(math.e), tokens,
         -(-tokens // tiles.columns), heads // k.shape[1], *strides,
@@ -200,17 +182,3 @@ def attend_listed_tiles(
         **({} if tiles.registers is None else {"maxnreg": tiles.registers}),
     )  # fmt: skip
     return out, lse
-
-
-def _fits_descriptor(x: torch.Tensor) -> bool:
-    """The accelerator reads from addresses and in steps of 16 bytes."""
-    steps = (step * x.itemsize for size, step in zip(x.shape[:3], x.stride()) if size > 1)
-    return x.itemsize == 2 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
-
-
-def _descriptor(x: torch.Tensor, columns: int):
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    # A dimension of size 1 may have any stride, and is never stepped along.
-    steps = [step if size > 1 else 8 for size, step in zip(x.shape[:3], x.stride())]
-    return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, columns, x.shape[3]])
