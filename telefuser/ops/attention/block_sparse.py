@@ -140,7 +140,7 @@ def _refusal(record: SparseBackend, call: Call, mask: BlockMask) -> str | None:
 
 
 def _run(record: SparseBackend, entry: Entry, call: Call, mask: BlockMask):
-    if not record.is_gpu_only:
+    if record.head_dims is None:
         return record.run(entry, call, mask)
     head_dim = call.q.shape[3]
     wide = next(size for size in record.head_dims if size >= head_dim)

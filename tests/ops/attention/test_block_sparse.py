@@ -386,25 +386,6 @@ def test_flash_attn_4_gets_lists_of_whole_blocks(sim_gpu, stub, leading, block):
     assert "compute capability 9.x" in block_sparse.TABLE.reason(SparseExecutor.FLASH_ATTN_4)
 
 
-@pytest.fixture
-def triton_gpu(sim_gpu, monkeypatch):
-    """A GPU whose kernels run through Triton's interpreter, which needs the tensors on the CPU."""
-    if torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU here and takes no CPU tensors; test_gpu.py has these checks")
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from tests.kernel.interpreter import multiply_bfloat16_as_hardware_does, round_bfloat16_as_hardware_does
-
-    multiply_bfloat16_as_hardware_does(monkeypatch)
-    round_bfloat16_as_hardware_does(monkeypatch)
-
-    def install(arch):
-        platform = sim_gpu(arch)
-        platform.op_keys = ("cuda",)
-        return platform
-
-    return install
-
-
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("leading", [(), (2, 4)])
 def test_our_kernel_needs_no_package(triton_gpu, leading, block, caplog):
