@@ -122,7 +122,7 @@ def int8_attention(
         q.contiguous(), key, value, q_scale.contiguous(), k_scale.contiguous(), out, lse, queries, keys,
         heads // k.shape[1], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         HEAD_DIM=head_dim, ROWS=QUERY_BLOCK, COLUMNS=KEY_BLOCK, TAIL=keys % KEY_BLOCK != 0, TMA=tma,
-        STAGES=2, num_warps=8, **({"maxnreg": 128} if tma else {}),
+        STAGES=3 if tma else 2, num_warps=8, **({"maxnreg": 128} if tma else {}),
     )  # fmt: skip
     return out, lse
 
