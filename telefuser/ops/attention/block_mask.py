@@ -5,8 +5,9 @@ Shape letters: B batch, N heads, S tokens, Nb = ceil(S / block size).
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,14 +70,18 @@ class BlockMask:
 
     def lists(self, rows: int, columns: int) -> "TileLists":
         """`tiles(rows, columns)` as lists; made once for each pair, on the mask's device and without waiting for it."""
-        if (rows, columns) not in self._lists:
-            # They outlive the call, which may be one under inference mode.
+        return self.once((rows, columns), lambda: _listed(self.tiles(rows, columns)))
+
+    def once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """What `make` gave the first time under `key`: what an executor derives from the mask lives as long as it."""
+        if key not in self._made:
+            # It outlives the call, which may be one under inference mode.
             with torch.inference_mode(False):
-                self._lists[rows, columns] = _listed(self.tiles(rows, columns))
-        return self._lists[rows, columns]
+                self._made[key] = make()
+        return self._made[key]
 
     @functools.cached_property
-    def _lists(self) -> dict[tuple[int, int], "TileLists"]:
+    def _made(self) -> dict[tuple, Any]:
         return {}
 
     @functools.cached_property

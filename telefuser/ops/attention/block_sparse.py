@@ -4,6 +4,8 @@
 and one decorated function here. Shape letters: B batch, N heads, S tokens, D head dim, Nb = ceil(S / block size).
 """
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -34,13 +36,15 @@ _BLOCK_SPARSE_NEEDS = (
 
 
 class SparseExecutor(Enum):
-    """What computes attention over kept blocks. SPARGE_ATTN quantises and is taken on request only."""
+    """What computes attention over kept blocks. SPARGE_ATTN and SPARSE_SAGE_ATTN quantise: on request only."""
 
     FLASH_ATTN_4 = auto()
     TRITON_BLOCK_SPARSE = auto()
     BLOCK_SPARSE_ATTN = auto()
+    FLASHINFER = auto()
     TORCH_BLOCKED = auto()
     SPARGE_ATTN = auto()
+    SPARSE_SAGE_ATTN = auto()
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class SparseBackend(Backend):
     block_sizes: of the masks. has_gqa: fewer key heads than query heads. has_uneven: values of another head dim.
     has_grad: autograd can go through it. has_lse: it returns the log-sum-exp. is_exact: False where it quantises.
     min_tokens: the least number of tokens.
+    refuses: what the fields above cannot say; gets the call and the mask, returns a sentence or None.
     """
 
     dtypes: tuple[torch.dtype, ...] | None = (torch.float16, torch.bfloat16)
@@ -62,6 +67,7 @@ class SparseBackend(Backend):
     has_lse: bool = False
     is_exact: bool = True
     min_tokens: int = 1
+    refuses: Callable[[Call, BlockMask], str | None] | None = None
 
 
 TABLE = BackendTable("sparse attention", SparseExecutor.TORCH_BLOCKED, "it is not part of this version")
@@ -70,7 +76,7 @@ TABLE = BackendTable("sparse attention", SparseExecutor.TORCH_BLOCKED, "it is no
 def executor(impl: SparseExecutor, **declared) -> Callable:
     """Decorate an adapter `(entry, call, mask) -> (out, lse or None)` with its record, `SparseBackend(...)`.
 
-    The exact ones are tried in the order in which they are declared.
+    The exact ones, and on request the others, are tried in the order in which they are declared: fastest first.
     """
 
     def register(run: Callable) -> Callable:
@@ -103,14 +109,14 @@ def block_sparse_attention(
 
 def _choose(call: Call, mask: BlockMask, quantised: bool) -> tuple[SparseBackend, Entry]:
     if quantised:
-        record = TABLE.record(SparseExecutor.SPARGE_ATTN)
-        entry = TABLE.probe(record.impl, call.q.device)
-        reason = entry if isinstance(entry, str) else _refusal(record, call, mask)
-        if reason is None:
-            return record, entry
-        TABLE.warn_once(
-            (record.impl,), f"sparse attention: {record.impl.name} cannot be used: {reason}. Exact instead."
-        )
+        reasons = []
+        for record in (record for record in TABLE if not record.is_exact):
+            entry = TABLE.probe(record.impl, call.q.device)
+            reason = entry if isinstance(entry, str) else _refusal(record, call, mask)
+            if reason is None:
+                return record, entry
+            reasons.append(f"{record.impl.name} cannot be used: {reason}")
+        TABLE.warn_once(("quantised",), f"sparse attention: {'; '.join(reasons)}. Exact instead.")
     for record in TABLE:
         entry = TABLE.probe(record.impl, call.q.device)
         if record.is_exact and isinstance(entry, Entry) and _refusal(record, call, mask) is None:
@@ -136,7 +142,7 @@ def _refusal(record: SparseBackend, call: Call, mask: BlockMask) -> str | None:
         return "it has no backward pass"
     if mask.tokens < record.min_tokens:
         return f"{mask.tokens} tokens are below its least of {record.min_tokens}"
-    return None
+    return record.refuses(call, mask) if record.refuses is not None else None
 
 
 def _run(record: SparseBackend, entry: Entry, call: Call, mask: BlockMask):
@@ -237,6 +243,59 @@ def block_sparse_attn(entry: Entry, call: Call, mask: BlockMask):
     return out.unflatten(0, (batch, tokens)).transpose(1, 2), None
 
 
+# FlashInfer's plan holds the number of every key that a block of queries sees: 30 million at 480p, 12 heads and a
+# density of 0.3. Above this number it takes more than 1 GiB.
+_FLASHINFER_MAX_KEYS = 2**28
+
+
+def _flashinfer_refuses(call: Call, mask: BlockMask) -> str | None:
+    keys = mask.density * mask.tokens * mask.keep.shape[-1] * call.q.shape[0] * call.q.shape[1]
+    if keys <= _FLASHINFER_MAX_KEYS:
+        return None
+    return f"its plan would list {keys:.0f} keys, more than {_FLASHINFER_MAX_KEYS}"
+
+
+@executor(
+    SparseExecutor.FLASHINFER,
+    sources=(Source("flashinfer", "VariableBlockSparseAttentionWrapper", install="pip install flashinfer-python"),),
+    generations=(8, 9, 10, 12),
+    head_dims=(64, 128, 256),
+    refuses=_flashinfer_refuses,
+)
+def flashinfer(entry: Entry, call: Call, mask: BlockMask):
+    batch, heads, _, head_dim = call.q.shape
+    key = (SparseExecutor.FLASHINFER, batch, heads, head_dim, call.q.dtype, call.scale)
+    # Its heads have masks of their own, so batch entries can be heads too.
+    planned = mask.once(key, lambda: _flashinfer_plan(entry, call, mask))
+    out = planned.run(*(t.flatten(0, 1) for t in (call.q, call.k, call.v)))
+    return out.unflatten(0, (batch, heads)), None
+
+
+@functools.cache
+def _flashinfer_workspace(device: torch.device) -> torch.Tensor:
+    """The 128 MiB that FlashInfer recommends, for all plans: they run one after another."""
+    return torch.empty(128 * 2**20, dtype=torch.uint8, device=device)
+
+
+def _flashinfer_plan(entry: Entry, call: Call, mask: BlockMask):
+    batch, heads, _, head_dim = call.q.shape
+    device, blocks = call.q.device, mask.keep.shape[-1]
+    sizes = torch.full((batch * heads, blocks), mask.block_size, dtype=torch.int32, device=device)
+    sizes[:, -1] = mask.tokens - (blocks - 1) * mask.block_size
+    planned = entry.function(_flashinfer_workspace(device))
+    planned.plan(
+        mask.by_head.expand(batch, heads, -1, -1).flatten(0, 1),
+        sizes,
+        sizes,
+        num_qo_heads=batch * heads,
+        num_kv_heads=batch * heads,
+        head_dim=head_dim,
+        sm_scale=call.scale,
+        q_data_type=call.q.dtype,
+    )
+    return planned
+
+
 @executor(
     SparseExecutor.TORCH_BLOCKED,
     dtypes=None,
@@ -333,3 +392,30 @@ def sparge_attn(entry: Entry, call: Call, mask: BlockMask):
         output_dtype=call.q.dtype,
     )
     return out, None
+
+
+def _sparse_sage_refuses(call: Call, mask: BlockMask) -> str | None:
+    head_dim = call.q.shape[3]
+    if head_dim in (64, 128) and math.isclose(call.scale, head_dim**-0.5, rel_tol=1e-6):
+        return None
+    return f"its scale is D ** -0.5 with D 64 or 128, not {call.scale} with {head_dim}"
+
+
+@executor(
+    SparseExecutor.SPARSE_SAGE_ATTN,
+    sources=(
+        Source(
+            "sparse_sageattn",
+            "sparse_sageattn",
+            ("mask_id", "tensor_layout"),
+            "built from jt-zhang/Sparse_SageAttention_API",
+        ),
+    ),
+    generations=(8, 9, (12, 0)),
+    is_exact=False,
+    min_tokens=128,
+    refuses=_sparse_sage_refuses,
+)
+def sparse_sage_attn(entry: Entry, call: Call, mask: BlockMask):
+    tiles = mask.tiles(128, 64).expand(*call.q.shape[:2], -1, -1).to(torch.int8).contiguous()
+    return entry.call(call.q, call.k, call.v, mask_id=tiles, tensor_layout="HND"), None

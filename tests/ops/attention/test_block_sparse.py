@@ -276,6 +276,35 @@ class BlockSparseTensorsTorch(NamedTuple):
 """
 
 
+SPARSE_SAGE = """
+def sparse_sageattn(q, k, v, mask_id=None, is_causal=False, tensor_layout="HND"):
+    calls.append(dict(q=q, mask=mask_id))
+    assert tensor_layout == "HND" and q.size(-1) in (64, 128) and mask_id.dtype is torch.int8
+    keep = mask_id.bool().repeat_interleave(128, -2).repeat_interleave(64, -1)[..., : q.shape[2], : k.shape[2]]
+    scores = (q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~keep, float("-inf"))
+    return (scores.softmax(-1) @ v.double()).to(q.dtype)
+"""
+FLASHINFER = """
+class VariableBlockSparseAttentionWrapper:
+    def __init__(self, float_workspace_buffer, backend="auto"):
+        assert float_workspace_buffer.dtype is torch.uint8
+
+    def plan(self, block_mask_map, block_row_sz, block_col_sz, num_qo_heads, num_kv_heads, head_dim, causal=False,
+             pos_encoding_mode="NONE", use_fp16_qk_reduction=False, logits_soft_cap=None, sm_scale=None,
+             rope_scale=None, rope_theta=None, non_blocking=True, q_data_type="float16", kv_data_type=None):
+        calls.append(dict(mask=block_mask_map))
+        assert block_row_sz.dtype is torch.int32 and num_qo_heads == num_kv_heads == len(block_mask_map)
+        rows, columns = block_row_sz[0], block_col_sz[0]
+        self.keep = block_mask_map.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+        self.scale, self.dtype = sm_scale, q_data_type
+
+    def run(self, q, k, v):
+        assert q.dim() == 3 and q.dtype is self.dtype and q.shape[-1] in (64, 128, 256)
+        scores = (q.double() @ k.double().transpose(-1, -2) * self.scale).masked_fill(~self.keep, float("-inf"))
+        return (scores.softmax(-1) @ v.double()).to(q.dtype)
+"""
+
+
 def half_qkv(**shape):
     return qkv(**{"queries": 333, "head_dim": 48, "dtype": torch.bfloat16, **shape})
 
@@ -363,6 +392,48 @@ def test_a_missing_quantising_kernel_is_replaced_with_one_warning(sim_gpu, caplo
     assert_close(out, expected, "attention", torch.bfloat16)
     assert len(caplog.records) == 1
     assert "package spas_sage_attn is not installed" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("leading", [(), (2, 4)])
+def test_flashinfer_plans_once_a_mask(sim_gpu, stub, leading, block):
+    """S234: batch entries go as heads; the last block is as long as what is left of the tokens."""
+    stub("flashinfer", FLASHINFER)
+    sim_gpu((8, 0))
+    assert describe_executor() == "FLASHINFER"
+    blocks = -(-333 // block)
+    mask = BlockMask(random_keep(*leading, blocks, blocks), block, 333)
+    q, k, v = half_qkv()
+    for _ in range(2):
+        out, _ = run(q, k, v, mask, return_lse=False)
+        assert_close(out, reference(q, k, v, mask=by_token(mask))[0], "attention", torch.bfloat16)
+    assert len(sys.modules["flashinfer"].calls) == 1
+    run(q, k, v, mask, return_lse=False, scale=0.3)
+    assert len(sys.modules["flashinfer"].calls) == 2
+
+
+def test_a_plan_of_flashinfer_stays_small(sim_gpu, stub, monkeypatch):
+    stub("flashinfer", FLASHINFER)
+    sim_gpu((9, 0))
+    monkeypatch.setattr(block_sparse, "_FLASHINFER_MAX_KEYS", 100)
+    mask = BlockMask(random_keep(3, 3), 128, 333)
+    q, k, v = half_qkv()
+    assert_close(run(q, k, v, mask, False)[0], reference(q, k, v, mask=by_token(mask))[0], "attention")
+    assert not sys.modules["flashinfer"].calls
+
+
+def test_sparse_sage_is_the_second_that_quantises(sim_gpu, stub):
+    """S234, S236: it has no scale of its own, so only the usual one."""
+    stub("sparse_sageattn", SPARSE_SAGE)
+    sim_gpu((9, 0))
+    mask = BlockMask(random_keep(3, 3), 128, 333)
+    q, k, v = (t.transpose(1, 2) for t in half_qkv(head_dim=64))
+    for scale in (0.125, 0.2):
+        out, _ = block_sparse_attention(Call(q, k, v, None, scale), mask, quantised=True)
+        expected = reference(q, k, v, mask=by_token(mask), scale=scale, layout="BNSD")[0]
+        assert_close(out, expected, "attention", torch.bfloat16)
+        assert len(sys.modules["sparse_sageattn"].calls) == 1
+    assert sys.modules["sparse_sageattn"].calls[0]["mask"].shape == (2, 4, 3, 6)
 
 
 @pytest.mark.parametrize("block", [64, 128])
