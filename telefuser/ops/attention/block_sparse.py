@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
-import torch.nn.functional as F
 
 import telefuser.kernel.triton as kernels
 from telefuser import platforms
+from telefuser.ops.attention import torch_blocked as blocked
 from telefuser.ops.attention import torch_sdpa as sdpa
-from telefuser.ops.attention.block_mask import BlockMask, Run
+from telefuser.ops.attention.block_mask import BlockMask
 from telefuser.ops.attention.dense_backend import Call
 from telefuser.ops.attention.radial_attention_core import BLOCK_SIZES
 from telefuser.ops.backend_table import Backend, BackendTable, Entry, Source
@@ -104,7 +104,7 @@ def block_sparse_attention(
         raise ValueError(f"the block mask {tuple(mask.keep.shape)} does not fit batch {batch} and {heads} heads")
     if mask.keep.device != call.q.device:
         raise ValueError(f"the block mask is on {mask.keep.device} and q on {call.q.device}; make it on q's device")
-    return TABLE.run(lambda: _choose(call, mask, quantised), lambda record, entry: _run(record, entry, call, mask))
+    return TABLE.run(lambda: _choose(call, mask, quantised), lambda record, entry: run(record, entry, call, mask))
 
 
 def _choose(call: Call, mask: BlockMask, quantised: bool) -> tuple[SparseBackend, Entry]:
@@ -112,19 +112,20 @@ def _choose(call: Call, mask: BlockMask, quantised: bool) -> tuple[SparseBackend
         reasons = []
         for record in (record for record in TABLE if not record.is_exact):
             entry = TABLE.probe(record.impl, call.q.device)
-            reason = entry if isinstance(entry, str) else _refusal(record, call, mask)
+            reason = entry if isinstance(entry, str) else refusal(record, call, mask)
             if reason is None:
                 return record, entry
             reasons.append(f"{record.impl.name} cannot be used: {reason}")
         TABLE.warn_once(("quantised",), f"sparse attention: {'; '.join(reasons)}. Exact instead.")
     for record in TABLE:
         entry = TABLE.probe(record.impl, call.q.device)
-        if record.is_exact and isinstance(entry, Entry) and _refusal(record, call, mask) is None:
+        if record.is_exact and isinstance(entry, Entry) and refusal(record, call, mask) is None:
             return record, entry
     return TABLE.record(TABLE.fallback), Entry()
 
 
-def _refusal(record: SparseBackend, call: Call, mask: BlockMask) -> str | None:
+def refusal(record: SparseBackend, call: Call, mask: BlockMask) -> str | None:
+    """Why `record`, which is here, does not take `call` over `mask`; None when it does."""
     q, k, v = call.q, call.k, call.v
     if record.dtypes is not None and q.dtype not in record.dtypes:
         return f"it takes float16 or bfloat16, not {str(q.dtype).removeprefix('torch.')}"
@@ -145,7 +146,8 @@ def _refusal(record: SparseBackend, call: Call, mask: BlockMask) -> str | None:
     return record.refuses(call, mask) if record.refuses is not None else None
 
 
-def _run(record: SparseBackend, entry: Entry, call: Call, mask: BlockMask):
+def run(record: SparseBackend, entry: Entry, call: Call, mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute `call` over `mask` with a chosen executor: out [B, N, S, Dv] and lse [B, N, S] or None."""
     if record.head_dims is None:
         return record.run(entry, call, mask)
     head_dim = call.q.shape[3]
@@ -308,63 +310,8 @@ def _flashinfer_plan(entry: Entry, call: Call, mask: BlockMask):
     has_grad=True,
     has_lse=True,
 )
-def torch_blocked(entry: Entry, call: Call, mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Exact on any device: each run of query blocks attends to its gathered key blocks through PyTorch's own attention.
-
-    Beside the inputs and the output it holds the keys and values of one run, so memory is linear in S.
-    """
-    plan = mask.plan
-    if len(plan) == 1 and len(plan[0]) == 1:
-        return _attend_runs(call, plan[0][0], mask)
-    per_entry = []
-    groups = call.q.shape[1] // call.k.shape[1]
-    for b in range(call.q.shape[0]):
-        runs = plan[b if len(plan) > 1 else 0]
-        if len(runs) == 1:
-            per_entry.append(_attend_runs(_part(call, b, slice(None), slice(None)), runs[0], mask))
-            continue
-        heads = [
-            _attend_runs(_part(call, b, slice(n, n + 1), slice(n // groups, n // groups + 1)), runs[n], mask)
-            for n in range(len(runs))
-        ]
-        per_entry.append(_join(heads, dim=1))
-    return _join(per_entry, dim=0)
-
-
-def _part(call: Call, b: int, heads: slice, key_heads: slice) -> Call:
-    entry = slice(b, b + 1)
-    return call._replace(q=call.q[entry, heads], k=call.k[entry, key_heads], v=call.v[entry, key_heads])
-
-
-def _join(parts: list, dim: int):
-    outs, lses = zip(*parts)
-    return torch.cat(outs, dim=dim), None if lses[0] is None else torch.cat(lses, dim=dim)
-
-
-def _attend_runs(call: Call, runs: list[Run], mask: BlockMask):
-    size, padding = mask.block_size, -mask.tokens % mask.block_size
-    k, v = (F.pad(t, (0, 0, 0, padding)).unflatten(2, (-1, size)) for t in (call.k, call.v))  # [B, Nkv, Nb, size, D]
-    outs, lses = [], []
-    for run in runs:
-        q = call.q[:, :, run.first * size : run.last * size]
-        keys, values = (_gather(t, run, padding) for t in (k, v))
-        if keys.shape[2] == 0:
-            out = q.new_zeros(*q.shape[:3], v.shape[4])
-            lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
-        else:
-            out, lse = sdpa.torch_sdpa(q, keys, values, None, call.scale, False, return_lse=call.return_lse)
-        # The pieces are joined as [B, S, N, D]: the layout that the caller most likely wants back.
-        outs.append(out.transpose(1, 2))
-        lses.append(lse)
-    out = torch.cat(outs, dim=1).transpose(1, 2)
-    return out, torch.cat(lses, dim=2) if call.return_lse else None
-
-
-def _gather(blocks: torch.Tensor, run: Run, padding: int) -> torch.Tensor:
-    """The tokens of the run's key blocks [B, Nkv, n, D], in order and without the padding behind the last token."""
-    part = blocks[:, :, run.keys] if isinstance(run.keys, slice) else blocks.index_select(2, run.keys)
-    part = part.flatten(2, 3)
-    return part[:, :, : part.shape[2] - padding] if run.has_last else part
+def torch_blocked(entry: Entry, call: Call, mask: BlockMask):
+    return blocked.torch_blocked(call, mask)
 
 
 @executor(
