@@ -25,6 +25,7 @@ class AttnImplType(Enum):
     RADIAL_ATTN = auto()
     LOCAL_SPARSE_ATTN = auto()
     AUTO = auto()
+    TRITON_INT8 = auto()
 
     @property
     def takes_sparse_config(self) -> bool:

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from telefuser import platforms
+from telefuser import kernel, platforms
+from telefuser.ops.base import WITHOUT_TRITON
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Backend:
     run: the adapter, called with the probed `Entry` first.
     sources: alternatives in order of preference; empty for what PyTorch brings along.
     generations: NVIDIA compute capabilities that run it: 8 is every 8.x, (8, 9) only that one; empty is every platform.
+    is_triton: a Triton kernel of ours: NVIDIA GPUs of these generations and AMD GPUs, without a package.
     requires: a last question, asked after the others: None when all is there, else the reason.
     """
 
@@ -57,12 +59,18 @@ class Backend:
     run: Callable
     sources: tuple[Source, ...] = ()
     generations: tuple[int | tuple[int, int], ...] = ()
+    is_triton: bool = False
     requires: Callable[[], str | None] | None = None
 
     @property
     def is_nvidia_only(self) -> bool:
         """Vendor packages are CUDA code: an AMD, Ascend or CPU machine never imports one, installed or not."""
-        return bool(self.sources or self.generations)
+        return bool(self.sources or self.generations) and not self.is_triton
+
+    @property
+    def is_gpu_only(self) -> bool:
+        """Vendor packages and our kernels: tensors on a CPU beside the GPU are not theirs."""
+        return self.is_nvidia_only or self.is_triton
 
 
 @dataclass(frozen=True)
@@ -130,10 +138,10 @@ class BackendTable:
         if impl in self._broken:
             return self._broken[impl]
         platform = platforms.current_platform
-        if record.is_nvidia_only and device is not None and device.type != platform.device_type:
+        if record.is_gpu_only and device is not None and device.type != platform.device_type:
             # Asking about the GPU would start it for somebody who runs on the CPU beside it.
             return f"the tensors are on {device}, not on the GPU"
-        arch = platform.cuda_arch(device) if record.is_nvidia_only else None
+        arch = platform.cuda_arch(device) if record.is_gpu_only else None
         key = (platform, impl, arch)
         if key not in self._probed:
             self._probed[key] = _probe(record, platform, arch)
@@ -236,9 +244,13 @@ def _find_spec(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
 def _probe(record: Backend, platform: Any, arch: tuple[int, int] | None) -> Entry | str:
     if record.is_nvidia_only and arch is None:
         return f"it needs an NVIDIA GPU and this platform is {platform.device_name}"
+    if record.is_triton and WITHOUT_TRITON.issuperset(platform.op_keys):
+        return f"it needs a GPU that Triton compiles for and this platform is {platform.device_name}"
+    if record.is_triton and not kernel.HAS_TRITON:
+        return "Triton cannot be imported here (pip install triton)"
     if record.sources:
         found = _first_usable(record, arch)
-    elif record.generations and not _runs_on(record.generations, arch):
+    elif arch is not None and not _runs_on(record.generations, arch):
         found = _wrong_generation(record.generations, arch)
     else:
         found = Entry()

@@ -31,6 +31,7 @@ def test_backend_names_are_the_specified_ones_and_auto():
         "RADIAL_ATTN",
         "LOCAL_SPARSE_ATTN",
         "AUTO",
+        "TRITON_INT8",
     ]
 
 

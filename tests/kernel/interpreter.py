@@ -31,3 +31,17 @@ def round_bfloat16_as_hardware_does(patch) -> None:
         return convert(values, source, target, mode)
 
     patch.setattr(interpreter, "_convert_float", rounded)
+
+
+def multiply_bfloat16_as_hardware_does(patch) -> None:
+    """The interpreter holds bfloat16 in 16-bit integers and multiplies these; hardware the values."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self, a, b, *rest):
+        if a.dtype == tl.bfloat16:
+            a, b = (
+                interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32) for x in (a, b)
+            )
+        return create_dot(self, a, b, *rest)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

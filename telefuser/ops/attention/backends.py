@@ -6,10 +6,12 @@ NVIDIA platform and the package is there", `availability()` gives the whole answ
 S tokens, D head dim; BSND is [B, S, N, D], BNSD is [B, N, S, D].
 """
 
+import math
 from collections.abc import Callable
 
 import torch
 
+import telefuser.kernel.triton as kernels
 from telefuser import platforms
 from telefuser.core.config import AttentionConfig, AttnImplType
 from telefuser.ops.attention import torch_sdpa as sdpa
@@ -245,6 +247,30 @@ def sparge_attn(entry: Entry, call: Call):
         call.q, call.k, call.v, is_causal=False, scale=call.scale, tensor_layout="HND", output_dtype=call.q.dtype
     )
     return out, None
+
+
+@backend(
+    AttnImplType.TRITON_INT8,
+    layout="BNSD",
+    is_triton=True,
+    generations=(8, 9, 10, 11, 12),
+    head_dims=(64, 128),
+    has_causal=False,
+    lse_keyword="return_lse",
+    is_exact=False,
+)
+def triton_int8(entry: Entry, call: Call):
+    """int8 scores by our own kernels: SageAttention's per-block numerics without its packages."""
+    # Every score of a query changes by the same amount, which its softmax does not see, and keys keep more of their
+    # 8 bits for what tells them apart.
+    mean = call.k.mean(dim=2, keepdim=True)
+    q, q_scale = kernels.per_block_quant_int8(call.q, 128, factor=call.scale * math.log2(math.e))
+    k, k_scale = kernels.per_block_quant_int8(call.k, 64, mean)
+    out, lse = kernels.int8_attention(q, k, call.v, q_scale, k_scale, call.return_lse)
+    if lse is None:
+        return out, None
+    mean = mean.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1).float()
+    return out, lse + torch.matmul(call.q.float(), mean.transpose(-1, -2)).squeeze(-1) * call.scale
 
 
 def run_chosen(impl: AttnImplType, call: Call, strict: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -4,16 +4,19 @@
 and one decorated function here. Shape letters: B batch, N heads, S tokens, D head dim, Nb = ceil(S / block size).
 """
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
-import torch.nn.functional as F
 
+import telefuser.kernel.triton as kernels
 from telefuser import platforms
+from telefuser.ops.attention import torch_blocked as blocked
 from telefuser.ops.attention import torch_sdpa as sdpa
-from telefuser.ops.attention.block_mask import BlockMask, Run
+from telefuser.ops.attention.block_mask import BlockMask
 from telefuser.ops.attention.dense_backend import Call
 from telefuser.ops.attention.radial_attention_core import BLOCK_SIZES
 from telefuser.ops.backend_table import Backend, BackendTable, Entry, Source
@@ -33,11 +36,15 @@ _BLOCK_SPARSE_NEEDS = (
 
 
 class SparseExecutor(Enum):
-    """What computes attention over kept blocks. SPARGE_ATTN quantises and is taken on request only."""
+    """What computes attention over kept blocks. SPARGE_ATTN and SPARSE_SAGE_ATTN quantise: on request only."""
 
+    FLASH_ATTN_4 = auto()
+    TRITON_BLOCK_SPARSE = auto()
     BLOCK_SPARSE_ATTN = auto()
+    FLASHINFER = auto()
     TORCH_BLOCKED = auto()
     SPARGE_ATTN = auto()
+    SPARSE_SAGE_ATTN = auto()
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class SparseBackend(Backend):
     block_sizes: of the masks. has_gqa: fewer key heads than query heads. has_uneven: values of another head dim.
     has_grad: autograd can go through it. has_lse: it returns the log-sum-exp. is_exact: False where it quantises.
     min_tokens: the least number of tokens.
+    refuses: what the fields above cannot say; gets the call and the mask, returns a sentence or None.
     """
 
     dtypes: tuple[torch.dtype, ...] | None = (torch.float16, torch.bfloat16)
@@ -59,6 +67,7 @@ class SparseBackend(Backend):
     has_lse: bool = False
     is_exact: bool = True
     min_tokens: int = 1
+    refuses: Callable[[Call, BlockMask], str | None] | None = None
 
 
 TABLE = BackendTable("sparse attention", SparseExecutor.TORCH_BLOCKED, "it is not part of this version")
@@ -67,7 +76,7 @@ TABLE = BackendTable("sparse attention", SparseExecutor.TORCH_BLOCKED, "it is no
 def executor(impl: SparseExecutor, **declared) -> Callable:
     """Decorate an adapter `(entry, call, mask) -> (out, lse or None)` with its record, `SparseBackend(...)`.
 
-    The exact ones are tried in the order in which they are declared.
+    The exact ones, and on request the others, are tried in the order in which they are declared: fastest first.
     """
 
     def register(run: Callable) -> Callable:
@@ -95,27 +104,28 @@ def block_sparse_attention(
         raise ValueError(f"the block mask {tuple(mask.keep.shape)} does not fit batch {batch} and {heads} heads")
     if mask.keep.device != call.q.device:
         raise ValueError(f"the block mask is on {mask.keep.device} and q on {call.q.device}; make it on q's device")
-    return TABLE.run(lambda: _choose(call, mask, quantised), lambda record, entry: _run(record, entry, call, mask))
+    return TABLE.run(lambda: _choose(call, mask, quantised), lambda record, entry: run(record, entry, call, mask))
 
 
 def _choose(call: Call, mask: BlockMask, quantised: bool) -> tuple[SparseBackend, Entry]:
     if quantised:
-        record = TABLE.record(SparseExecutor.SPARGE_ATTN)
-        entry = TABLE.probe(record.impl, call.q.device)
-        reason = entry if isinstance(entry, str) else _refusal(record, call, mask)
-        if reason is None:
-            return record, entry
-        TABLE.warn_once(
-            (record.impl,), f"sparse attention: {record.impl.name} cannot be used: {reason}. Exact instead."
-        )
+        reasons = []
+        for record in (record for record in TABLE if not record.is_exact):
+            entry = TABLE.probe(record.impl, call.q.device)
+            reason = entry if isinstance(entry, str) else refusal(record, call, mask)
+            if reason is None:
+                return record, entry
+            reasons.append(f"{record.impl.name} cannot be used: {reason}")
+        TABLE.warn_once(("quantised",), f"sparse attention: {'; '.join(reasons)}. Exact instead.")
     for record in TABLE:
         entry = TABLE.probe(record.impl, call.q.device)
-        if record.is_exact and isinstance(entry, Entry) and _refusal(record, call, mask) is None:
+        if record.is_exact and isinstance(entry, Entry) and refusal(record, call, mask) is None:
             return record, entry
     return TABLE.record(TABLE.fallback), Entry()
 
 
-def _refusal(record: SparseBackend, call: Call, mask: BlockMask) -> str | None:
+def refusal(record: SparseBackend, call: Call, mask: BlockMask) -> str | None:
+    """Why `record`, which is here, does not take `call` over `mask`; None when it does."""
     q, k, v = call.q, call.k, call.v
     if record.dtypes is not None and q.dtype not in record.dtypes:
         return f"it takes float16 or bfloat16, not {str(q.dtype).removeprefix('torch.')}"
@@ -133,11 +143,12 @@ def _refusal(record: SparseBackend, call: Call, mask: BlockMask) -> str | None:
         return "it has no backward pass"
     if mask.tokens < record.min_tokens:
         return f"{mask.tokens} tokens are below its least of {record.min_tokens}"
-    return None
+    return record.refuses(call, mask) if record.refuses is not None else None
 
 
-def _run(record: SparseBackend, entry: Entry, call: Call, mask: BlockMask):
-    if not record.sources:
+def run(record: SparseBackend, entry: Entry, call: Call, mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute `call` over `mask` with a chosen executor: out [B, N, S, Dv] and lse [B, N, S] or None."""
+    if record.head_dims is None:
         return record.run(entry, call, mask)
     head_dim = call.q.shape[3]
     wide = next(size for size in record.head_dims if size >= head_dim)
@@ -173,6 +184,58 @@ def describe_executor(device: torch.device | None = None) -> str:
 
 
 @executor(
+    SparseExecutor.FLASH_ATTN_4,
+    sources=(
+        Source(
+            "flash_attn.cute",
+            "flash_attn_func",
+            ("softmax_scale", "block_sparse_tensors", "return_lse"),
+            "pip install --pre flash-attn-4",
+        ),
+    ),
+    # On Blackwell a program takes 256 queries, more than a block of the mask.
+    generations=(9,),
+    head_dims=(64, 96, 128),
+    has_lse=True,
+)
+def flash_attn_4(entry: Entry, call: Call, mask: BlockMask):
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    size = mask.block_size
+    lists = mask.lists(size, size)
+    # Two lists a row: blocks that a function masks element by element, none here, and blocks that are seen whole. The
+    # end of the sequence is masked in whichever block comes last.
+    blocks = BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(lists.counts),
+        mask_block_idx=torch.zeros_like(lists.counts)[..., None],
+        full_block_cnt=lists.counts,
+        full_block_idx=lists.indices,
+        block_size=(size, size),
+    )
+    q, k, v = (t.transpose(1, 2) for t in (call.q, call.k, call.v))
+    out, lse = entry.call(
+        q, k, v, softmax_scale=call.scale, causal=False, block_sparse_tensors=blocks, return_lse=call.return_lse
+    )
+    return out.transpose(1, 2), lse if call.return_lse else None
+
+
+@executor(
+    SparseExecutor.TRITON_BLOCK_SPARSE,
+    is_triton=True,
+    generations=(8, 9, 10, 11, 12),
+    has_gqa=True,
+    has_lse=True,
+)
+def triton_block_sparse(entry: Entry, call: Call, mask: BlockMask):
+    # Patterns make one mask for all heads, whose rows change slowly; a mask a head is mostly scattered.
+    tiles = kernels.attention_tiles(mask.block_size, call.q, is_even=mask.keep.dim() == 2)
+    counts, indices, order, halves = mask.lists(tiles.rows, tiles.columns)
+    return kernels.attend_listed_tiles(
+        call.q, call.k, call.v, counts, indices, order, call.scale, tiles, call.return_lse, halves
+    )
+
+
+@executor(
     SparseExecutor.BLOCK_SPARSE_ATTN,
     sources=tuple(
         Source(module, "block_sparse_attn_func", _BLOCK_SPARSE_NEEDS, hint)
@@ -203,6 +266,59 @@ def block_sparse_attn(entry: Entry, call: Call, mask: BlockMask):
     return out.unflatten(0, (batch, tokens)).transpose(1, 2), None
 
 
+# FlashInfer's plan holds the number of every key that a block of queries sees: 30 million at 480p, 12 heads and a
+# density of 0.3. Above this number it takes more than 1 GiB.
+_FLASHINFER_MAX_KEYS = 2**28
+
+
+def _flashinfer_refuses(call: Call, mask: BlockMask) -> str | None:
+    keys = mask.density * mask.tokens * mask.keep.shape[-1] * call.q.shape[0] * call.q.shape[1]
+    if keys <= _FLASHINFER_MAX_KEYS:
+        return None
+    return f"its plan would list {keys:.0f} keys, more than {_FLASHINFER_MAX_KEYS}"
+
+
+@executor(
+    SparseExecutor.FLASHINFER,
+    sources=(Source("flashinfer", "VariableBlockSparseAttentionWrapper", install="pip install flashinfer-python"),),
+    generations=(8, 9, 10, 12),
+    head_dims=(64, 128, 256),
+    refuses=_flashinfer_refuses,
+)
+def flashinfer(entry: Entry, call: Call, mask: BlockMask):
+    batch, heads, _, head_dim = call.q.shape
+    key = (SparseExecutor.FLASHINFER, batch, heads, head_dim, call.q.dtype, call.scale)
+    # Its heads have masks of their own, so batch entries can be heads too.
+    planned = mask.once(key, lambda: _flashinfer_plan(entry, call, mask))
+    out = planned.run(*(t.flatten(0, 1) for t in (call.q, call.k, call.v)))
+    return out.unflatten(0, (batch, heads)), None
+
+
+@functools.cache
+def _flashinfer_workspace(device: torch.device) -> torch.Tensor:
+    """The 128 MiB that FlashInfer recommends, for all plans: they run one after another."""
+    return torch.empty(128 * 2**20, dtype=torch.uint8, device=device)
+
+
+def _flashinfer_plan(entry: Entry, call: Call, mask: BlockMask):
+    batch, heads, _, head_dim = call.q.shape
+    device, blocks = call.q.device, mask.keep.shape[-1]
+    sizes = torch.full((batch * heads, blocks), mask.block_size, dtype=torch.int32, device=device)
+    sizes[:, -1] = mask.tokens - (blocks - 1) * mask.block_size
+    planned = entry.function(_flashinfer_workspace(device))
+    planned.plan(
+        mask.by_head.expand(batch, heads, -1, -1).flatten(0, 1),
+        sizes,
+        sizes,
+        num_qo_heads=batch * heads,
+        num_kv_heads=batch * heads,
+        head_dim=head_dim,
+        sm_scale=call.scale,
+        q_data_type=call.q.dtype,
+    )
+    return planned
+
+
 @executor(
     SparseExecutor.TORCH_BLOCKED,
     dtypes=None,
@@ -212,63 +328,8 @@ def block_sparse_attn(entry: Entry, call: Call, mask: BlockMask):
     has_grad=True,
     has_lse=True,
 )
-def torch_blocked(entry: Entry, call: Call, mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Exact on any device: each run of query blocks attends to its gathered key blocks through PyTorch's own attention.
-
-    Beside the inputs and the output it holds the keys and values of one run, so memory is linear in S.
-    """
-    plan = mask.plan
-    if len(plan) == 1 and len(plan[0]) == 1:
-        return _attend_runs(call, plan[0][0], mask)
-    per_entry = []
-    groups = call.q.shape[1] // call.k.shape[1]
-    for b in range(call.q.shape[0]):
-        runs = plan[b if len(plan) > 1 else 0]
-        if len(runs) == 1:
-            per_entry.append(_attend_runs(_part(call, b, slice(None), slice(None)), runs[0], mask))
-            continue
-        heads = [
-            _attend_runs(_part(call, b, slice(n, n + 1), slice(n // groups, n // groups + 1)), runs[n], mask)
-            for n in range(len(runs))
-        ]
-        per_entry.append(_join(heads, dim=1))
-    return _join(per_entry, dim=0)
-
-
-def _part(call: Call, b: int, heads: slice, key_heads: slice) -> Call:
-    entry = slice(b, b + 1)
-    return call._replace(q=call.q[entry, heads], k=call.k[entry, key_heads], v=call.v[entry, key_heads])
-
-
-def _join(parts: list, dim: int):
-    outs, lses = zip(*parts)
-    return torch.cat(outs, dim=dim), None if lses[0] is None else torch.cat(lses, dim=dim)
-
-
-def _attend_runs(call: Call, runs: list[Run], mask: BlockMask):
-    size, padding = mask.block_size, -mask.tokens % mask.block_size
-    k, v = (F.pad(t, (0, 0, 0, padding)).unflatten(2, (-1, size)) for t in (call.k, call.v))  # [B, Nkv, Nb, size, D]
-    outs, lses = [], []
-    for run in runs:
-        q = call.q[:, :, run.first * size : run.last * size]
-        keys, values = (_gather(t, run, padding) for t in (k, v))
-        if keys.shape[2] == 0:
-            out = q.new_zeros(*q.shape[:3], v.shape[4])
-            lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
-        else:
-            out, lse = sdpa.torch_sdpa(q, keys, values, None, call.scale, False, return_lse=call.return_lse)
-        # The pieces are joined as [B, S, N, D]: the layout that the caller most likely wants back.
-        outs.append(out.transpose(1, 2))
-        lses.append(lse)
-    out = torch.cat(outs, dim=1).transpose(1, 2)
-    return out, torch.cat(lses, dim=2) if call.return_lse else None
-
-
-def _gather(blocks: torch.Tensor, run: Run, padding: int) -> torch.Tensor:
-    """The tokens of the run's key blocks [B, Nkv, n, D], in order and without the padding behind the last token."""
-    part = blocks[:, :, run.keys] if isinstance(run.keys, slice) else blocks.index_select(2, run.keys)
-    part = part.flatten(2, 3)
-    return part[:, :, : part.shape[2] - padding] if run.has_last else part
+def torch_blocked(entry: Entry, call: Call, mask: BlockMask):
+    return blocked.torch_blocked(call, mask)
 
 
 @executor(
@@ -299,3 +360,30 @@ def sparge_attn(entry: Entry, call: Call, mask: BlockMask):
         output_dtype=call.q.dtype,
     )
     return out, None
+
+
+def _sparse_sage_refuses(call: Call, mask: BlockMask) -> str | None:
+    head_dim = call.q.shape[3]
+    if head_dim in (64, 128) and math.isclose(call.scale, head_dim**-0.5, rel_tol=1e-6):
+        return None
+    return f"its scale is D ** -0.5 with D 64 or 128, not {call.scale} with {head_dim}"
+
+
+@executor(
+    SparseExecutor.SPARSE_SAGE_ATTN,
+    sources=(
+        Source(
+            "sparse_sageattn",
+            "sparse_sageattn",
+            ("mask_id", "tensor_layout"),
+            "built from jt-zhang/Sparse_SageAttention_API",
+        ),
+    ),
+    generations=(8, 9, (12, 0)),
+    is_exact=False,
+    min_tokens=128,
+    refuses=_sparse_sage_refuses,
+)
+def sparse_sage_attn(entry: Entry, call: Call, mask: BlockMask):
+    tiles = mask.tiles(128, 64).expand(*call.q.shape[:2], -1, -1).to(torch.int8).contiguous()
+    return entry.call(call.q, call.k, call.v, mask_id=tiles, tensor_layout="HND"), None

@@ -105,7 +105,7 @@ def unsuitable(record: DenseBackend, entry: Entry, call: Call) -> Refusal | None
 
 def run(record: DenseBackend, entry: Entry, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `call` with a chosen backend: out [B, N, Sq, Dv], a view where it must be, and lse [B, N, Sq] or None."""
-    if not record.sources:
+    if record.head_dims is None:
         return record.run(entry, call)
     head_dim = call.q.shape[3]
     wide = next(size for size in record.head_dims if size >= head_dim)

@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from telefuser import platforms
 from telefuser.ops.attention.backends import TABLE
@@ -46,6 +47,25 @@ def sim_gpu(monkeypatch):
     def install(arch):
         platform = SimCuda(arch)
         monkeypatch.setattr(platforms, "current_platform", platform)
+        return platform
+
+    return install
+
+
+@pytest.fixture
+def triton_gpu(sim_gpu, monkeypatch):
+    """A GPU whose kernels run through Triton's interpreter, which needs the tensors on the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the GPU here and takes no CPU tensors; test_gpu.py has these checks")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from tests.kernel.interpreter import multiply_bfloat16_as_hardware_does, round_bfloat16_as_hardware_does
+
+    multiply_bfloat16_as_hardware_does(monkeypatch)
+    round_bfloat16_as_hardware_does(monkeypatch)
+
+    def install(arch):
+        platform = sim_gpu(arch)
+        platform.op_keys = ("cuda",)
         return platform
 
     return install

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from telefuser import platforms
+from telefuser import kernel, platforms
 from telefuser.core.config import AttentionConfig, AttnImplType
 from telefuser.ops.attention import attention, backends
 from telefuser.ops.attention.backends import TABLE, availability, describe_choice
 from tests.ops.attention.conftest import ALL_STUBS, FLASH_2, FLASH_3, FLASH_4, SAGE_1, SAGE_2, SPARGE
 from tests.ops.attention.reference import qkv, reference
 from tests.platforms.simulate import in_fresh_process, install_stubs
-from tests.tolerances import assert_close
+from tests.tolerances import assert_close, rel_error
 
 IMPL = AttnImplType
 SAGE = (IMPL.SAGE_ATTN_2_8_16, IMPL.SAGE_ATTN_2_8_8, IMPL.SAGE_ATTN_2_8_8_SM90)
@@ -74,12 +74,14 @@ def test_generations_decide_what_is_available(sim_gpu, all_stubs, arch):
 
 
 def test_every_member_has_an_answer_with_a_reason_everywhere(monkeypatch, all_stubs):
-    """S050, S055, S058: vendor backends are NVIDIA's, installed or not."""
+    """S050, S055, S058: vendor backends are NVIDIA's, installed or not; our own kernels need a GPU."""
+    monkeypatch.setattr(kernel, "HAS_TRITON", True)
     for platform in (platforms.CpuPlatform(), platforms.RocmPlatform(), platforms.NPUPlatform()):
         monkeypatch.setattr(platforms, "current_platform", platform)
         answers = availability()
         assert set(answers) == set(IMPL) - {IMPL.AUTO}
-        assert {impl for impl, reason in answers.items() if reason is None} == EVERYWHERE
+        ours = {IMPL.TRITON_INT8} if platform.device_name == "rocm" else set()
+        assert {impl for impl, reason in answers.items() if reason is None} == EVERYWHERE | ours
         assert f"this platform is {platform.device_name}" in answers[IMPL.FLASH_ATTN_2]
 
 
@@ -155,6 +157,8 @@ torch.cuda.device_count = lambda: 1
 torch.cuda.get_device_capability = lambda *a: (9, 4)
 from telefuser.platforms import current_platform
 from telefuser.ops.attention import attention, backends
+import telefuser.kernel
+telefuser.kernel.HAS_TRITON = True
 print(current_platform.device_name, [i.name for i, reason in backends.availability().items() if reason is None])
 q, k, v = torch.randn(3, 1, 8, 2, 16).unbind(0)
 expected = attention(q, k, v, attn_impl="TORCH_SDPA")
@@ -162,9 +166,33 @@ print(all(torch.equal(attention(q, k, v, attn_impl="FLASH_ATTN_2"), expected) fo
 print([name for name in {names} if name in sys.modules], backends.FLASH_ATTN_2_AVAILABLE)
 """
     printed = in_fresh_process(code, path=[tmp_path])
-    assert "rocm ['TORCH_SDPA', 'RADIAL_ATTN', 'LOCAL_SPARSE_ATTN']" in printed
+    assert "rocm ['TORCH_SDPA', 'RADIAL_ATTN', 'LOCAL_SPARSE_ATTN', 'TRITON_INT8']" in printed
     assert "True\n[] False" in printed
     assert printed.count("FLASH_ATTN_2 cannot be used") == 1
+
+
+def test_our_int8_kernel_is_taken_when_asked_for_and_never_else(triton_gpu, caplog):
+    """B48, B50: head dims between its own keep their scale; one query; other keys than queries; grouped heads."""
+    triton_gpu((8, 0))
+    config = AttentionConfig(IMPL.TRITON_INT8, strict=True)
+    for shape in ({}, {"queries": 1, "keys": 257, "head_dim": 72}, {"batch": 2, "queries": 77, "key_heads": 2}):
+        q, k, v = half_qkv(**shape)
+        out, lse = attention(q, k, v, config, scale=0.2, return_lse=True)
+        expected, expected_lse = reference(q, k, v, scale=0.2)
+        assert 1e-3 < rel_error(out, expected) < 2e-2
+        assert rel_error(lse, expected_lse) < 1e-2
+        assert_close(attention(q, k, v, scale=0.2), expected, "attention")
+    assert IMPL.TRITON_INT8 not in backends.auto_order()
+    attention(q, k, v, attn_impl=IMPL.SAGE_ATTN_2_8_16)
+    assert [("SAGE_ATTN_2_8_16" in text, "TORCH_SDPA" in text) for text in messages(caplog)] == [(True, True)]
+
+
+def test_our_int8_kernel_leaves_the_keys_as_they_are(triton_gpu):
+    triton_gpu((9, 0))
+    q, k, v = half_qkv()
+    before = k.clone()
+    attention(q, k, v, attn_impl=IMPL.TRITON_INT8)
+    assert torch.equal(k, before)
 
 
 # Fallback

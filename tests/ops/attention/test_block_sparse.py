@@ -1,14 +1,15 @@
 """Attention over kept blocks against float64 attention under the same mask, written out token by token."""
 
+import itertools
 import sys
 
 import pytest
 import torch
 
-from telefuser import platforms
+from telefuser import kernel, platforms
 from telefuser.ops.attention import block_sparse
 from telefuser.ops.attention.block_mask import BlockMask
-from telefuser.ops.attention.block_sparse import block_sparse_attention, describe_executor
+from telefuser.ops.attention.block_sparse import SparseExecutor, block_sparse_attention, describe_executor
 from telefuser.ops.attention.dense_backend import Call
 from tests.ops.attention.reference import qkv, reference
 from tests.tolerances import assert_close
@@ -242,6 +243,69 @@ def block_sparse_sage2_attn_cuda(q, k, v, mask_id=None, dropout_p=0.0, scale=Non
 """
 
 
+FLASH_4 = """
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, block_sparse_tensors=None, return_lse=False):
+    blocks = block_sparse_tensors
+    calls.append(dict(q=q, blocks=blocks))
+    assert isinstance(blocks, BlockSparseTensorsTorch) and blocks.block_size in ((64, 64), (128, 128)) and not causal
+    assert all(t.dtype is torch.int32 for t in blocks[:4]) and not blocks.mask_block_cnt.any()
+    assert blocks.mask_block_cnt.shape == blocks.mask_block_idx.shape[:3] == blocks.full_block_cnt.shape
+    size, tokens = blocks.block_size[0], q.shape[1]
+    counts, indices = blocks.full_block_cnt, blocks.full_block_idx
+    listed = torch.arange(indices.shape[3]) < counts[..., None]
+    keep = torch.zeros_like(listed).scatter(-1, indices.long(), listed)
+    keep = keep.repeat_interleave(size, -2).repeat_interleave(size, -1)[..., :tokens, :tokens]
+    scores = torch.einsum("bqnd,bknd->bnqk", q.double(), k.double()) * softmax_scale
+    lse = scores.masked_fill(~keep, float("-inf")).logsumexp(-1)
+    weights = torch.exp(scores - lse[..., None].nan_to_num(neginf=0.0)) * keep
+    out = torch.einsum("bnqk,bknd->bqnd", weights, v.double()).to(q.dtype)
+    return out, lse.float() if return_lse else None
+"""
+BLOCKS_OF_FLASH_4 = """
+from typing import NamedTuple
+
+class BlockSparseTensorsTorch(NamedTuple):
+    mask_block_cnt: torch.Tensor
+    mask_block_idx: torch.Tensor
+    full_block_cnt: torch.Tensor = None
+    full_block_idx: torch.Tensor = None
+    cu_total_m_blocks: torch.Tensor = None
+    cu_block_idx_offsets: torch.Tensor = None
+    block_size: tuple = None
+"""
+
+
+SPARSE_SAGE = """
+def sparse_sageattn(q, k, v, mask_id=None, is_causal=False, tensor_layout="HND"):
+    calls.append(dict(q=q, mask=mask_id))
+    assert tensor_layout == "HND" and q.size(-1) in (64, 128) and mask_id.dtype is torch.int8
+    keep = mask_id.bool().repeat_interleave(128, -2).repeat_interleave(64, -1)[..., : q.shape[2], : k.shape[2]]
+    scores = (q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~keep, float("-inf"))
+    return (scores.softmax(-1) @ v.double()).to(q.dtype)
+"""
+FLASHINFER = """
+class VariableBlockSparseAttentionWrapper:
+    def __init__(self, float_workspace_buffer, backend="auto"):
+        assert float_workspace_buffer.dtype is torch.uint8
+
+    def plan(self, block_mask_map, block_row_sz, block_col_sz, num_qo_heads, num_kv_heads, head_dim, causal=False,
+             pos_encoding_mode="NONE", use_fp16_qk_reduction=False, logits_soft_cap=None, sm_scale=None,
+             rope_scale=None, rope_theta=None, non_blocking=True, q_data_type="float16", kv_data_type=None):
+        calls.append(dict(mask=block_mask_map))
+        assert block_row_sz.dtype is torch.int32 and num_qo_heads == num_kv_heads == len(block_mask_map)
+        rows, columns = block_row_sz[0], block_col_sz[0]
+        self.keep = block_mask_map.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+        self.scale, self.dtype = sm_scale, q_data_type
+
+    def run(self, q, k, v):
+        assert q.dim() == 3 and q.dtype is self.dtype and q.shape[-1] in (64, 128, 256)
+        scores = (q.double() @ k.double().transpose(-1, -2) * self.scale).masked_fill(~self.keep, float("-inf"))
+        return (scores.softmax(-1) @ v.double()).to(q.dtype)
+"""
+
+
 def half_qkv(**shape):
     return qkv(**{"queries": 333, "head_dim": 48, "dtype": torch.bfloat16, **shape})
 
@@ -331,10 +395,144 @@ def test_a_missing_quantising_kernel_is_replaced_with_one_warning(sim_gpu, caplo
     assert "package spas_sage_attn is not installed" in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize("platform", [platforms.RocmPlatform, platforms.NPUPlatform, platforms.CpuPlatform])
-def test_other_machines_import_no_package(monkeypatch, stub, platform):
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("leading", [(), (2, 4)])
+def test_flashinfer_plans_once_a_mask(sim_gpu, stub, leading, block):
+    """S234: batch entries go as heads; the last block is as long as what is left of the tokens."""
+    stub("flashinfer", FLASHINFER)
+    sim_gpu((8, 0))
+    assert describe_executor() == "FLASHINFER"
+    blocks = -(-333 // block)
+    mask = BlockMask(random_keep(*leading, blocks, blocks), block, 333)
+    q, k, v = half_qkv()
+    for _ in range(2):
+        out, _ = run(q, k, v, mask, return_lse=False)
+        assert_close(out, reference(q, k, v, mask=by_token(mask))[0], "attention", torch.bfloat16)
+    assert len(sys.modules["flashinfer"].calls) == 1
+    run(q, k, v, mask, return_lse=False, scale=0.3)
+    assert len(sys.modules["flashinfer"].calls) == 2
+
+
+def test_a_plan_of_flashinfer_stays_small(sim_gpu, stub, monkeypatch):
+    stub("flashinfer", FLASHINFER)
+    sim_gpu((9, 0))
+    monkeypatch.setattr(block_sparse, "_FLASHINFER_MAX_KEYS", 100)
+    mask = BlockMask(random_keep(3, 3), 128, 333)
+    q, k, v = half_qkv()
+    assert_close(run(q, k, v, mask, False)[0], reference(q, k, v, mask=by_token(mask))[0], "attention")
+    assert not sys.modules["flashinfer"].calls
+
+
+def test_sparse_sage_is_the_second_that_quantises(sim_gpu, stub):
+    """S234, S236: it has no scale of its own, so only the usual one."""
+    stub("sparse_sageattn", SPARSE_SAGE)
+    sim_gpu((9, 0))
+    mask = BlockMask(random_keep(3, 3), 128, 333)
+    q, k, v = (t.transpose(1, 2) for t in half_qkv(head_dim=64))
+    for scale in (0.125, 0.2):
+        out, _ = block_sparse_attention(Call(q, k, v, None, scale), mask, quantised=True)
+        expected = reference(q, k, v, mask=by_token(mask), scale=scale, layout="BNSD")[0]
+        assert_close(out, expected, "attention", torch.bfloat16)
+        assert len(sys.modules["sparse_sageattn"].calls) == 1
+    assert sys.modules["sparse_sageattn"].calls[0]["mask"].shape == (2, 4, 3, 6)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("leading", [(), (2, 4)])
+def test_flash_attn_4_gets_lists_of_whole_blocks(sim_gpu, stub, leading, block):
+    stub("flash_attn.cute.block_sparsity", BLOCKS_OF_FLASH_4)
+    stub("flash_attn.cute", FLASH_4)
+    sim_gpu((9, 0))
+    assert describe_executor() == "FLASH_ATTN_4"
+    blocks = -(-333 // block)
+    keep = random_keep(*leading, blocks, blocks)
+    keep[..., 1, :] = False
+    mask = BlockMask(keep, block, 333)
+    q, k, v = half_qkv()
+    out, lse = run(q, k, v, mask)
+    expected, expected_lse = reference(q, k, v, mask=by_token(mask))
+    assert_close(out, expected, "attention", torch.bfloat16)
+    assert_close(lse, expected_lse, "attention", torch.bfloat16)
+    assert len(sys.modules["flash_attn.cute"].calls) == 1
+    sim_gpu((10, 0))
+    assert "compute capability 9.x" in block_sparse.TABLE.reason(SparseExecutor.FLASH_ATTN_4)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("leading", [(), (2, 4)])
+def test_our_kernel_needs_no_package(triton_gpu, leading, block, caplog):
+    triton_gpu((8, 0))
+    assert describe_executor() == "TRITON_BLOCK_SPARSE"
+    blocks = -(-333 // block)
+    mask = BlockMask(random_keep(*leading, blocks, blocks), block, 333)
+    q, k, v = half_qkv(key_heads=2)
+    out, lse = run(q, k, v, mask)
+    expected, expected_lse = reference(q, k, v, mask=by_token(mask))
+    assert out.shape == q.shape
+    assert_close(out, expected, "attention", torch.bfloat16)
+    assert_close(lse, expected_lse, "attention", torch.bfloat16)
+    assert not caplog.records
+    assert not block_sparse.TABLE.reason(SparseExecutor.TRITON_BLOCK_SPARSE)
+
+
+def test_where_our_kernel_does_not_run(triton_gpu, monkeypatch):
+    def reason(device=None):
+        block_sparse.TABLE.forget()
+        return block_sparse.TABLE.reason(SparseExecutor.TRITON_BLOCK_SPARSE, device)
+
+    assert "this platform is cpu" in reason()
+    triton_gpu((7, 5))
+    assert "compute capability 8.x" in reason()
+    triton_gpu((9, 0))
+    assert reason() is None
+    assert "not on the GPU" in reason(torch.device("meta"))
+    monkeypatch.setattr(kernel, "HAS_TRITON", False)
+    assert "Triton cannot be imported" in reason()
+    monkeypatch.setattr(platforms, "current_platform", platforms.NPUPlatform())
+    assert "this platform is npu" in reason()
+
+
+@pytest.mark.parametrize("tokens", [570, 640])
+def test_lists_of_two_blocks_say_which_half_sees_a_tile(tokens):
+    blocks = -(-tokens // 64)
+    mask = BlockMask(random_keep(2, 3, blocks, blocks), 64, tokens)
+    lists = mask.lists(128, 64)
+    assert lists.has_halves
+    seen = torch.zeros(2, 3, 2 * -(-blocks // 2), blocks, dtype=torch.bool)
+    for b, n, t in itertools.product(range(2), range(3), range(-(-blocks // 2))):
+        entries = lists.indices[b, n, t, : lists.counts[b, n, t]]
+        assert (entries.diff() > 0).all()
+        for entry in entries.tolist():
+            seen[b, n, 2 * t, entry // 4], seen[b, n, 2 * t + 1, entry // 4] = entry & 1, entry & 2
+    assert torch.equal(seen[:, :, :blocks], mask.keep)
+
+
+def test_lists_rise_and_are_made_once():
+    mask = BlockMask(random_keep(2, 3, 9, 9), 64, 570)
+    for rows, columns in ((64, 64), (64, 128)):
+        lists = mask.lists(rows, columns)
+        assert mask.lists(rows, columns) is lists
+        tiles = mask.tiles(rows, columns)
+        assert torch.equal(lists.counts.long(), tiles.sum(-1))
+        for *place, count in [(b, n, t, lists.counts[b, n, t]) for b in range(2) for n in range(3) for t in range(9)]:
+            assert lists.indices[tuple(place)][:count].tolist() == tiles[tuple(place)].nonzero().flatten().tolist()
+        ordered = lists.counts.gather(-1, lists.order.long())
+        assert (ordered.diff() <= 0).all()
+        assert torch.equal(lists.order.sort().values, torch.arange(tiles.shape[-2]).expand_as(lists.order).int())
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [
+        (platforms.RocmPlatform, "TRITON_BLOCK_SPARSE"),
+        (platforms.NPUPlatform, "TORCH_BLOCKED"),
+        (platforms.CpuPlatform, "TORCH_BLOCKED"),
+    ],
+)
+def test_other_machines_import_no_package(monkeypatch, stub, platform, expected):
     stub("block_sparse_attn", BLOCK_SPARSE)
     stub("spas_sage_attn", SPARGE_SPARSE)
+    monkeypatch.setattr(kernel, "HAS_TRITON", True)
     monkeypatch.setattr(platforms, "current_platform", platform())
-    assert describe_executor() == "TORCH_BLOCKED"
+    assert describe_executor() == expected
     assert not {"block_sparse_attn", "spas_sage_attn"} & set(sys.modules)

@@ -5,8 +5,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from telefuser.core.config import AttentionConfig, AttnImplType
-from telefuser.ops.attention import attention
+from telefuser.ops.attention import MaskMap, SparseAttentionState, attention, block_sparse
 from telefuser.ops.attention.backends import TABLE, availability
+from telefuser.ops.attention.block_mask import BlockMask
+from telefuser.ops.attention.block_sparse import TABLE as SPARSE_TABLE
+from telefuser.ops.attention.block_sparse import SparseExecutor, block_sparse_attention
+from telefuser.ops.attention.dense_backend import Call
 from tests.ops.attention.reference import qkv, reference
 from tests.tolerances import assert_close, rel_error
 
@@ -14,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 IMPL = AttnImplType
 DENSE = [impl for impl in IMPL if TABLE.record(impl) is not None and TABLE.record(impl).is_exact]
-SAGE = [impl for impl in IMPL if impl.name.startswith("SAGE")]
+SAGE = [impl for impl in IMPL if impl.name.startswith("SAGE") or impl is IMPL.TRITON_INT8]
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -276,3 +280,67 @@ def test_tensors_on_a_second_gpu():
         out = attention(q, k, v, attn_impl=impl)
         assert torch.cuda.current_device() == 0
         assert_close(out, reference(q, k, v)[0], "attention_int8" if impl in SAGE else "attention", torch.bfloat16)
+
+
+def executor_or_skip(executor):
+    reason = SPARSE_TABLE.reason(executor, torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(f"{executor.name}: {reason}")
+    return SPARSE_TABLE.record(executor), SPARSE_TABLE.probe(executor, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("leading", [(), (2, 4)])
+@pytest.mark.parametrize("executor", SparseExecutor, ids=lambda executor: executor.name)
+def test_sparse_executors_equal_masked_attention(executor, leading, block, head_dim, dtype):
+    record, entry = executor_or_skip(executor)
+    tokens = 1000
+    blocks = -(-tokens // block)
+    keep = torch.rand(*leading, blocks, blocks, device="cuda") < 0.4
+    keep.diagonal(dim1=-2, dim2=-1)[:] = True
+    keep[..., 1, :] &= not record.has_lse
+    mask = BlockMask(keep, block, tokens)
+    q, k, v = gpu_qkv(queries=tokens, head_dim=head_dim, dtype=dtype)
+    call = Call(*(t.transpose(1, 2) for t in (q, k, v)), None, head_dim**-0.5, return_lse=record.has_lse)
+    if (reason := block_sparse.refusal(record, call, mask)) is not None:
+        pytest.skip(f"{executor.name}: {reason}")
+    out, lse = block_sparse.run(record, entry, call, mask)
+    seen = mask.by_head.repeat_interleave(block, -1).repeat_interleave(block, -2)[..., :tokens, :tokens]
+    expected, expected_lse = reference(q, k, v, mask=seen)
+    assert_close(out.transpose(1, 2), expected, "attention" if record.is_exact else "attention_int8", dtype)
+    if record.has_lse:
+        assert_close(lse, expected_lse, "attention", dtype)
+
+
+def test_sparse_attention_above_65536_tokens():
+    """B76: no limit of a launch grid, no offset of 32 bits; the last block is cut off."""
+    tokens, block = 70_001, 128
+    blocks = -(-tokens // block)
+    keep = torch.eye(blocks, dtype=torch.bool, device="cuda")
+    keep[:, [0, -1]] = True
+    q, k, v = gpu_qkv(batch=1, queries=tokens, heads=1)
+    out, _ = block_sparse_attention(
+        Call(*(t.transpose(1, 2) for t in (q, k, v)), None, 0.125), BlockMask(keep, block, tokens)
+    )
+    rows = torch.tensor([0, 127, 128, 35_000, 69_887, 69_888, 70_000], device="cuda")
+    seen = keep[rows // block].repeat_interleave(block, -1)[:, :tokens]
+    expected, _ = reference(q[:, rows], k, v, mask=seen)
+    assert_close(out.transpose(1, 2)[:, rows], expected, "attention", torch.bfloat16)
+
+
+@pytest.mark.parametrize("impl", [IMPL.RADIAL_ATTN, IMPL.TRITON_INT8], ids=lambda impl: impl.name)
+def test_our_kernels_can_be_captured_in_a_cuda_graph(impl):
+    """B112: lists and launch settings are made before, and nothing waits for the device."""
+    q, k, v = gpu_qkv(batch=1, queries=1280)
+    options = {"attn_impl": impl}
+    if impl is IMPL.RADIAL_ATTN:
+        config = AttentionConfig.radial_attention(dense_timesteps=0)
+        options = {"attention_config": config, "sparse_state": SparseAttentionState(config, MaskMap(1280, 4))}
+    expected = attention(q, k, v, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attention(q, k, v, **options)
+    graph.replay()
+    assert torch.equal(captured, expected)
