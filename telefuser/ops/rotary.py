@@ -71,7 +71,7 @@ def apply_rotary_emb(x: torch.Tensor, freqs: tuple[torch.Tensor, torch.Tensor], 
     if axis not in (0, 1, 2):
         raise ValueError(f"sequence_dim is {sequence_dim}; the tokens lie in dimension 0, 1 or 2 of x")
     cos, sin = _pair(freqs)
-    return _rotary(x, _beside("cos", cos, x, axis), _beside("sin", sin, x, axis))
+    return _rotary(x, _beside("cos", cos, x.shape, axis), _beside("sin", sin, x.shape, axis))
 
 
 def _pair(freqs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,14 +85,14 @@ def _pair(freqs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch
     )
 
 
-def _beside(name: str, table: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
+def _beside(name: str, table: torch.Tensor, x_shape: tuple[int, ...], axis: int) -> torch.Tensor:
     """`table` itself where it is [S, D/2] beside [B, S, H, D], the models' form, which spares the host two views; else
     a view with D/2 columns that broadcasts against x's leading dimensions.
     """
-    if axis == 1 and table.dtype in _FLOATS and table.shape == (x.shape[1], x.shape[3] // 2):
+    if axis == 1 and table.dtype in _FLOATS and table.shape == (x_shape[1], x_shape[3] // 2):
         return table
-    tokens, width = x.shape[axis], x.shape[-1]
-    batch = x.shape[1 if axis == 0 else 0]
+    tokens, width = x_shape[axis], x_shape[-1]
+    batch = x_shape[1 if axis == 0 else 0]
     shape = tuple(table.shape)
     if not table.is_floating_point():
         raise ValueError(f"{name} must hold real floating-point numbers, not {table.dtype}")
@@ -110,7 +110,7 @@ def _beside(name: str, table: torch.Tensor, x: torch.Tensor, axis: int) -> torch
     )
     if not fits:
         raise ValueError(
-            f"{name} of shape {shape} does not fit x of shape {tuple(x.shape)} with {tokens} tokens: expected "
+            f"{name} of shape {shape} does not fit x of shape {tuple(x_shape)} with {tokens} tokens: expected "
             f"[S, D/2], [S, 1, D/2], [S, 1, 1, D/2] or [B, S, 1, D/2], or D instead of D/2"
         )
     if table.shape[1] != tokens:
@@ -175,6 +175,6 @@ def rms_norm_rotary(
         if weight is not None and weight.shape != (width,):
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, q and k are {width} wide")
     cos, sin = _pair(freqs)
-    heads = q.unflatten(-1, (num_heads, -1))
-    cos, sin = _beside("cos", cos, heads, 1), _beside("sin", sin, heads, 1)
+    shape = (*q.shape[:2], num_heads, width // num_heads)
+    cos, sin = _beside("cos", cos, shape, 1), _beside("sin", sin, shape, 1)
     return _norm_rotary(q, k, q_weight, k_weight, cos, sin, num_heads, eps)

@@ -52,14 +52,14 @@ for rms in (True, False):
 build(normalization._norm_wide_kernel, {**whole, **to_fp8}, {"BLOCK": 4096, "RMS": False})
 qk = {"q": "*bf16", "k": "*bf16", "q_weight": "*fp32", "k_weight": "*bf16", "cos": "*fp32", "sin": "*fp64"}
 for sizes in (
-    {"HEAD": 1024, "TAIL": 512, "TILE": 1, "WHOLE": True},
-    {"HEAD": 4096, "TAIL": 64, "TILE": 2, "WHOLE": False},
+    {"HEAD": 1024, "TAIL": 512, "WHOLE": True},
+    {"HEAD": 4096, "TAIL": 64, "WHOLE": False},
 ):
     types = {**qk, "q_out": "*bf16", "k_out": "*bf16"}
     build(norm_rotary._norm_rotary_kernel, types, {"HALF": 64, "NORM": True, "AHEAD": sizes["WHOLE"], **sizes})
 alone = {"q": "*bf16", "cos": "*fp32", "sin": "*fp32", "q_out": "*bf16"}
 none = dict.fromkeys(("k", "q_weight", "k_weight", "k_out"))
-sizes = {"HEAD": 1024, "TAIL": 512, "TILE": 4, "WHOLE": True}
+sizes = {"HEAD": 1024, "TAIL": 512, "WHOLE": True}
 build(norm_rotary._norm_rotary_kernel, alone, {"HALF": 64, "NORM": False, "AHEAD": True, **sizes, **none})
 mixed = {"x": "*fp16", "scale": "*fp32", "shift": "*fp64", "out": "*fp16"}
 build(modulate._fused_scale_shift_kernel, mixed, {"BLOCK": 2048})

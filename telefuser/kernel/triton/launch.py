@@ -51,7 +51,7 @@ MEASURED: dict[tuple[str, str, int], tuple[tuple[int, Launch], ...]] = {
     ),
     ("quantize_activated", "sm90", 2): (
         *SAFE[:2],
-        (3072, Launch(64, 2, 1)),
+        (3072, Launch(32, 4, 1)),
         (10240, Launch(64, 2, 1)),
         (1 << 62, Launch(256, 8, 1)),
     ),

@@ -14,32 +14,7 @@ import torch
 
 from telefuser.kernel import constexpr, jit, tl
 from telefuser.kernel.triton import launch
-from telefuser.kernel.triton.rows import check, contiguous_like, dense_columns, load, pieces, tile
-
-
-@jit
-def _pair(q, k, rows, last, q_step, k_step, cols, mask):
-    """Rows of q and of k as stored; without k q's twice."""
-    v = tile(q, rows, last, q_step, cols, mask)
-    if k is not None:
-        return v, tile(k, rows, last, k_step, cols, mask)
-    else:
-        return v, v
-
-
-@jit
-def _angles(table, rows, last, step, first, HALF: constexpr, COUNT: constexpr, mask):
-    """The angles of COUNT pairs from pair number `first` on, which start over with every head: [rows, COUNT]."""
-    pairs = (first + tl.arange(0, COUNT)) % HALF
-    return tile(table, rows, last, step, pairs, mask).to(tl.float32)
-
-
-@jit
-def _norm(v, w, width, eps, TAIL: constexpr):
-    squares = tl.sum(v * v, 1)
-    if TAIL > 0:
-        squares += tl.sum(w * w, 1)
-    return (1.0 / tl.sqrt(squares / width + eps))[:, None]
+from telefuser.kernel.triton.rows import check, contiguous_like, dense_columns, load, pieces
 
 
 @jit
@@ -49,25 +24,38 @@ def turn(a, b, cos, sin):
 
 
 @jit
-def _store_turned(v, weight, cos, sin, out, rows, last, width, cols, mask, TILE: constexpr, SIZE: constexpr):
-    """`v` [TILE, SIZE] times the weight, its pairs (2i, 2i+1) turned by cos and sin [TILE, SIZE / 2], rounded."""
+def _raw(pointer, cols, mask):
+    """A row's elements as stored."""
+    if mask is None:
+        return tl.load(pointer + cols)
+    else:
+        return tl.load(pointer + cols, mask=mask, other=0.0)
+
+
+@jit
+def _norm(v, w, width, eps, TAIL: constexpr):
+    squares = tl.sum(v * v, 0)
+    if TAIL > 0:
+        squares += tl.sum(w * w, 0)
+    return 1.0 / tl.sqrt(squares / width + eps)
+
+
+@jit
+def _store_turned(v, weight, cols, mask, cos, sin, out, SIZE: constexpr):
+    """`v` [SIZE] times the weight, its pairs (2i, 2i+1) turned by cos and sin [SIZE / 2], rounded and stored."""
     if weight is not None:
-        v *= load(weight, cols, mask)[None, :]
-    a, b = tl.split(tl.reshape(v, [TILE, SIZE // 2, 2]))
+        v *= load(weight, cols, mask)
+    a, b = tl.split(tl.reshape(v, [SIZE // 2, 2]))
     a, b = turn(a, b, cos, sin)
-    v = tl.reshape(tl.join(a, b), [TILE, SIZE])
-    there = (rows < last)[:, None]
-    if mask is not None:
-        there = there & mask[None, :]
-    tl.store(out + rows.to(tl.int64)[:, None] * width + cols[None, :], v.to(out.dtype.element_ty), mask=there)
+    v = tl.reshape(tl.join(a, b), [SIZE])
+    tl.store(out + cols, v.to(out.dtype.element_ty), mask=mask)
 
 
 @jit(do_not_specialize=["n1", "tiles", "rows"])
 def _norm_rotary_kernel(
     q, k, q_weight, k_weight, cos, sin, q_out, k_out,
     n1, tiles, rows, q0, q1, k0, k1, cos0, cos1, sin0, sin1, width, eps,
-    NORM: constexpr, HALF: constexpr, HEAD: constexpr, TAIL: constexpr, WHOLE: constexpr, TILE: constexpr,
-    AHEAD: constexpr,
+    NORM: constexpr, HALF: constexpr, HEAD: constexpr, TAIL: constexpr, WHOLE: constexpr, AHEAD: constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     i0 = (program // tiles).to(tl.int64)
@@ -81,43 +69,69 @@ def _norm_rotary_kernel(
     cos += i0 * cos0
     sin += i0 * sin0
     head = tl.arange(0, HEAD)
-    now = first + tl.arange(0, TILE)
-    next_q, next_k = _pair(q, k, now, last, q1, k1, head, None)
+    angle = tl.arange(0, HEAD // 2) % HALF
     if TAIL > 0:
         tail = HEAD + tl.arange(0, TAIL)
+        pairs = HEAD // 2 + tl.arange(0, TAIL // 2)
         mask = None if WHOLE else tail < width
-        pair_mask = None if WHOLE else HEAD // 2 + tl.arange(0, TAIL // 2) < width // 2
-        next_q_tail, next_k_tail = _pair(q, k, now, last, q1, k1, tail, mask)
-    for start in range(first, last, TILE):
-        now = start + tl.arange(0, TILE)
-        # All loads come before the first sum, which every thread waits for.
-        c = _angles(cos, now, last, cos1, 0, HALF, HEAD // 2, None)
-        s = _angles(sin, now, last, sin1, 0, HALF, HEAD // 2, None)
-        v, w = next_q.to(tl.float32), next_k.to(tl.float32)
-        if AHEAD:
-            next_q, next_k = _pair(q, k, now + TILE, last, q1, k1, head, None)
-        v_tail, w_tail = v, w
+        pair_mask = None if WHOLE else pairs < width // 2
+    if AHEAD:
+        at = first.to(tl.int64)
+        next_q = _raw(q + at * q1, head, None)
         if TAIL > 0:
-            c_tail = _angles(cos, now, last, cos1, HEAD // 2, HALF, TAIL // 2, pair_mask)
-            s_tail = _angles(sin, now, last, sin1, HEAD // 2, HALF, TAIL // 2, pair_mask)
-            v_tail, w_tail = next_q_tail.to(tl.float32), next_k_tail.to(tl.float32)
-            if AHEAD:
-                next_q_tail, next_k_tail = _pair(q, k, now + TILE, last, q1, k1, tail, mask)
+            next_q_tail = _raw(q + at * q1, tail, mask)
+        if k is not None:
+            next_k = _raw(k + at * k1, head, None)
+            if TAIL > 0:
+                next_k_tail = _raw(k + at * k1, tail, mask)
+    for i in range(0, last - first):
+        # All loads come before the first sum, which every thread waits for.
+        i1 = first.to(tl.int64) + i
+        if AHEAD:
+            v = next_q.to(tl.float32)
+            # The last row is read twice, the second time from the cache.
+            at = tl.minimum(i1 + 1, last - 1)
+            next_q = _raw(q + at * q1, head, None)
+            if TAIL > 0:
+                v_tail = next_q_tail.to(tl.float32)
+                next_q_tail = _raw(q + at * q1, tail, mask)
+            if k is not None:
+                w = next_k.to(tl.float32)
+                next_k = _raw(k + at * k1, head, None)
+                if TAIL > 0:
+                    w_tail = next_k_tail.to(tl.float32)
+                    next_k_tail = _raw(k + at * k1, tail, mask)
+        else:
+            v = load(q + i1 * q1, head, None)
+            if TAIL > 0:
+                v_tail = load(q + i1 * q1, tail, mask)
+            if k is not None:
+                w = load(k + i1 * k1, head, None)
+                if TAIL > 0:
+                    w_tail = load(k + i1 * k1, tail, mask)
+        cos_row, sin_row = cos + i1 * cos1, sin + i1 * sin1
+        if TAIL > 0:
+            c_tail, s_tail = load(cos_row, pairs % HALF, pair_mask), load(sin_row, pairs % HALF, pair_mask)
+        else:
+            v_tail = v
+            w_tail = v
+        c, s = load(cos_row, angle, None), load(sin_row, angle, None)
+        out = i1 * width
         if NORM:
             norm = _norm(v, v_tail, width, eps, TAIL)
             v *= norm
             v_tail *= norm
-        _store_turned(v, q_weight, c, s, q_out, now, last, width, head, None, TILE, HEAD)
+        _store_turned(v, q_weight, head, None, c, s, q_out + out, HEAD)
         if TAIL > 0:
-            _store_turned(v_tail, q_weight, c_tail, s_tail, q_out, now, last, width, tail, mask, TILE, TAIL)
+            _store_turned(v_tail, q_weight, tail, mask, c_tail, s_tail, q_out + out, TAIL)
         if k is not None:
             if NORM:
                 norm = _norm(w, w_tail, width, eps, TAIL)
                 w *= norm
                 w_tail *= norm
-            _store_turned(w, k_weight, c, s, k_out, now, last, width, head, None, TILE, HEAD)
+            _store_turned(w, k_weight, head, None, c, s, k_out + out, HEAD)
             if TAIL > 0:
-                _store_turned(w_tail, k_weight, c_tail, s_tail, k_out, now, last, width, tail, mask, TILE, TAIL)
+                _store_turned(w_tail, k_weight, tail, mask, c_tail, s_tail, k_out + out, TAIL)
 
 
 def rms_norm_rotary(
@@ -142,9 +156,8 @@ def rms_norm_rotary(
     if replay is None:
         _check(q, k, q_weight, k_weight, num_heads)
     batch, tokens, width = q.shape
-    q_out, k_out = (
-        torch.empty((batch, tokens, num_heads, width // num_heads), dtype=q.dtype, device=q.device) for _ in "qk"
-    )
+    shape = (batch, tokens, num_heads, width // num_heads)
+    q_out, k_out = contiguous_like(q, q.dtype).view(shape), contiguous_like(q, q.dtype).view(shape)
     if replay is not None:
         replay(*pointers, q_out.data_ptr(), k_out.data_ptr())
     elif q.numel() > 0:
@@ -207,7 +220,7 @@ def _launch(key, inputs, q_out, k_out, eps) -> None:
     tensors = (q, k, q_weight, k_weight, cos, sin, q_out, k_out)
     steps = [step for t in (q, k, cos, sin) for step in ((0, 0) if t is None else t.stride()[:2])]
     rest = (tokens, tiles, settings.rows, *steps, width, eps or 0.0)
-    rest += (eps is not None, half, head, tail, head + tail == width, settings.tile, settings.rows > settings.tile)
+    rest += (eps is not None, half, head, tail, head + tail == width, settings.rows > 1)
     grid = batch * tiles
     warps = launch.warps_of_threads(settings.threads, q)
     program = _norm_rotary_kernel[(grid,)](*tensors, *rest, num_warps=warps)

@@ -26,19 +26,6 @@ def softmax_step(scores, scale, top, total, acc):
     return weights, new, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
 
 
-@jit
-def softmax_step_of_some(scores, scale, kept, top, total, acc):
-    """`softmax_step` for the rows that are `kept`, [rows] bool; the others get weights of 0 and stay as they are.
-
-    Only numbers of rows are chosen between, none of scores: it costs what the plain step costs.
-    """
-    new = tl.where(kept, tl.maximum(top, tl.max(scores, 1) * scale), top)
-    weights = tl.exp2(scores * scale - tl.where(kept, new, float("inf"))[:, None])
-    # A row that has seen no key yet is at -inf, and its difference to itself NaN.
-    shrink = tl.where(kept, tl.exp2(top - new), 1.0)
-    return weights, new, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
-
-
 def fits_descriptor(x: torch.Tensor) -> bool:
     """The accelerator reads from addresses and in steps of 16 bytes."""
     steps = (step * x.itemsize for size, step in zip(x.shape[:3], x.stride()) if size > 1)

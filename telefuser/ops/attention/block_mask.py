@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from telefuser.ops.attention.radial_attention_core import check_block_size
 
@@ -70,14 +69,8 @@ class BlockMask:
         return keep
 
     def lists(self, rows: int, columns: int) -> "TileLists":
-        """`tiles(rows, columns)` as lists; made once for each pair, on the mask's device and without waiting for it.
-
-        rows may be 128 with blocks of 64: the lists then say which half of the queries sees a tile. columns may not be
-        more than a block.
-        """
-        if rows <= self.block_size:
-            return self.once((rows, columns), lambda: _listed(self.tiles(rows, columns)))
-        return self.once((rows, columns), lambda: _listed_in_halves(self.tiles(self.block_size, columns)))
+        """`tiles(rows, columns)` as lists; made once for each pair, on the mask's device and without waiting for it."""
+        return self.once((rows, columns), lambda: _listed(self.tiles(rows, columns)))
 
     def once(self, key: tuple, make: Callable[[], Any]) -> Any:
         """What `make` gave the first time under `key`: what an executor derives from the mask lives as long as it."""
@@ -101,22 +94,13 @@ class TileLists(NamedTuple):
     """The tiles of keys that each tile of queries sees, int32, B and N as the mask has them (1: the same for all).
 
     counts: [B, N, Tq], how many.
-    indices: [B, N, Tq, Tk], which, in rising order, then the others. With halves 4 * tile + 1 where the first half of
-        the queries sees it, + 2 where the second half does.
+    indices: [B, N, Tq, Tk], which, in rising order, then the others.
     order: [B, N, Tq], the tiles of queries, longest lists first, so that no long one is left for the end.
     """
 
     counts: torch.Tensor
     indices: torch.Tensor
     order: torch.Tensor
-    has_halves: bool = False
-
-
-def _listed_in_halves(keep: torch.Tensor) -> TileLists:
-    upper, lower = keep[..., ::2, :], F.pad(keep, (0, 0, 0, keep.shape[-2] % 2))[..., 1::2, :]
-    lists = _listed(upper | lower)
-    seen = (upper.int() + 2 * lower.int()).gather(-1, lists.indices.long())
-    return lists._replace(indices=4 * lists.indices + seen, has_halves=True)
 
 
 def _listed(keep: torch.Tensor) -> TileLists:

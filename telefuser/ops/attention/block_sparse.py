@@ -227,12 +227,9 @@ def flash_attn_4(entry: Entry, call: Call, mask: BlockMask):
     has_lse=True,
 )
 def triton_block_sparse(entry: Entry, call: Call, mask: BlockMask):
-    # Patterns make one mask for all heads, whose rows change slowly; a mask a head is mostly scattered.
-    tiles = kernels.attention_tiles(mask.block_size, call.q, is_even=mask.keep.dim() == 2)
-    counts, indices, order, halves = mask.lists(tiles.rows, tiles.columns)
-    return kernels.attend_listed_tiles(
-        call.q, call.k, call.v, counts, indices, order, call.scale, tiles, call.return_lse, halves
-    )
+    tiles = kernels.attention_tiles(mask.block_size, call.q)
+    lists = mask.lists(tiles.rows, tiles.columns)
+    return kernels.attend_listed_tiles(call.q, call.k, call.v, *lists, call.scale, tiles, call.return_lse)
 
 
 @executor(
