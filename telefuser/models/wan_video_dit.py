@@ -22,6 +22,7 @@ from telefuser.ops.activations import GELUTanh
 from telefuser.ops.attention import SparseAttentionState, attention, long_context_attention
 from telefuser.ops.ffn import linear_gelu_tanh
 from telefuser.ops.normalization import LayerNorm, RMSNorm
+from telefuser.ops.quantized_linear import LinearFP8
 from telefuser.ops.residual_norm import add_gated, add_layer_norm_modulate, layer_norm_modulate
 from telefuser.ops.rotary import rms_norm_rotary
 from telefuser.ops.sequence_parallel import TokenSplit, sequence_parallel_mesh, split_tokens
@@ -84,6 +85,15 @@ def _compute_dtype(linear: nn.Linear | nn.Conv3d, device_type: str) -> torch.dty
     The bias is asked, not the weight: a quantised weight's dtype is not one to hold activations in.
     """
     return _autocast_dtype(device_type) or linear.bias.dtype
+
+
+def _input_dtype(x: Tensor, *linears: nn.Linear | LinearFP8) -> torch.dtype:
+    """The dtype in which what is made from x goes into `linears`: an FP8 one where each would else quantise it itself,
+    which takes a pass over memory of its own."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        if all(isinstance(linear, LinearFP8) and linear.takes_rows(x.device) for linear in linears):
+            return linears[0].rows_dtype
+    return _compute_dtype(linears[0], x.device.type)
 
 
 def _to_compute_dtype(x: Tensor, linear: nn.Linear | nn.Conv3d) -> Tensor:
@@ -198,18 +208,21 @@ class WanBlock(nn.Module):
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation.float() + time_projection).unbind(2)
         # Every norm takes the residual addition before it along and gives what the next projection computes in, so that
         # the fp32 stream is read and written once between two projections.
-        norm1, norm2, norm3, device = self.norm1, self.norm2, self.norm3, x.device.type
-        h = layer_norm_modulate(x, shift1, scale1, eps=norm1.eps, out_dtype=_compute_dtype(self.self_attn.q, device))
+        norm1, norm2, norm3 = self.norm1, self.norm2, self.norm3
+        dtype = _input_dtype(x, self.self_attn.q, self.self_attn.k, self.self_attn.v)
+        h = layer_norm_modulate(x, shift1, scale1, eps=norm1.eps, out_dtype=dtype)
         h = self.self_attn(h, rope, split, sparse_state)
-        dtype = _compute_dtype(self.cross_attn.q, device)
+        dtype = _input_dtype(x, self.cross_attn.q)
         x, h = add_layer_norm_modulate(
             x, h, gate1, weight=norm3.weight, bias=norm3.bias, eps=norm3.eps, out_dtype=dtype
         )
         h = self.cross_attn(h, text_k, text_v)
-        dtype = _compute_dtype(self.ffn[0], device)
-        x, h = add_layer_norm_modulate(x, h, None, shift2, scale2, eps=norm2.eps, out_dtype=dtype)
         up, _, down = self.ffn
-        return add_gated(x, down(linear_gelu_tanh(h, up)), gate2)
+        dtype = _input_dtype(x, up)
+        x, h = add_layer_norm_modulate(x, h, None, shift2, scale2, eps=norm2.eps, out_dtype=dtype)
+        dtype = _input_dtype(x, down)
+        h = linear_gelu_tanh(h, up, dtype if dtype.itemsize == 1 else None)
+        return add_gated(x, down(h), gate2)
 
 
 class Head(nn.Module):

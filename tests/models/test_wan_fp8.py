@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from telefuser.models.wan_video_dit import WanModel
+from telefuser.ops import fp8_gemm
 from telefuser.ops.quantized_linear import WAN_HIGH_PRECISION, LinearFP8, replace_linear_layers
 from tests.models.test_wan_video_dit import TINY, cast_as_loaded, latents, text
 from tests.ops.fp8_machines import fresh_table, gpu
@@ -73,3 +74,20 @@ def test_the_whole_model_is_one_graph(machine):
     given = latents(), torch.tensor([300.0]), text(1, 5)
     compiled = torch.compile(wan, backend="eager", fullgraph=True)
     assert rel_error(compiled(*given), wan(*given)) < tolerance("model", torch.float32)
+
+
+def test_producers_quantise_what_their_linears_take(gpu, monkeypatch):
+    """Only attention's two results take a quantising pass; norms and the GELU hand on FP8 rows themselves."""
+    gpu()
+    passes, wan = [], model(torch.bfloat16)
+    quantise = fp8_gemm.quantize_rows
+    monkeypatch.setattr(fp8_gemm, "quantize_rows", lambda x, dtype: passes.append(x.shape) or quantise(x, dtype))
+    given = latents(), torch.tensor([300.0]), wan.prepare_context(text(1, 5))
+    passes.clear()
+    wan(*given)
+    assert len(passes) == 2 * len(wan.blocks)
+    assert {shape[-1] for shape in passes} == {TINY["dim"]}
+    # A gradient would be lost on the way through FP8 rows.
+    x = given[0].requires_grad_()
+    wan(x, *given[1:]).sum().backward()
+    assert x.grad.abs().max() > 0
