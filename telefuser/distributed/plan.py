@@ -30,7 +30,11 @@ def choose_parallel_config(
     for name, degree in given.items():
         if degree is not None and (not isinstance(degree, int) or degree < 1):
             raise ValueError(f"{name} degree is {degree!r}; give a number of processes, at least 1")
-    if ring_degree is None and not allow_ring:
+    if not allow_ring:
+        if (ring_degree or 1) > 1:
+            raise ValueError(
+                f"ring degree {ring_degree}: a sparse pattern does not work on a ring; use ulysses instead"
+            )
         ring_degree = 1
     rest = num_processes // _product(cfg_degree, ulysses_degree, ring_degree)
     if cfg_degree is None:
