@@ -138,3 +138,5 @@ def test_processes_are_divided_by_guidance_then_heads_then_ring(processes, heads
 def test_degrees_that_do_not_fit_say_what_must_multiply(given):
     with pytest.raises(ValueError, match=r"must multiply to 3|at least 1"):
         choose_parallel_config(3, 12, True, **given)
+    with pytest.raises(ValueError, match="sparse pattern does not work on a ring"):
+        choose_parallel_config(4, 12, True, ring_degree=2, allow_ring=False)

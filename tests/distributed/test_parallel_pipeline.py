@@ -114,14 +114,22 @@ def frames_of(path):
         return torch.stack([torch.from_numpy(f.to_ndarray(format="rgb24")) for f in file.decode(video=0)]).int()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="torchrun over gloo is tested on Linux")
-def test_the_command_under_torchrun(tmp_path):
-    # 2 steps; the file of four processes against the file of one
-    command = ["-m", "telefuser", "generate", "a red circle", "--steps", "2", "--frames", "5", "--device", "cpu"]
+@pytest.mark.skipif(sys.platform != "linux", reason="torchrun is tested on Linux")
+@pytest.mark.parametrize(
+    ("device", "processes", "shares"),
+    [
+        ("cpu", 4, "cfg 2, ulysses 2"),
+        pytest.param("cuda", 2, "cfg 2", marks=pytest.mark.multi_gpu),
+    ],
+)
+def test_the_command_under_torchrun(tmp_path, device, processes, shares):
+    # 2 steps; the file of several processes against the file of one
+    command = ["-m", "telefuser", "generate", "a red circle", "--steps", "2", "--frames", "5", "--device", device]
+    command += ["--dtype", "fp32"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     outputs = []
-    for name, start in (("one", [sys.executable]), ("four", launch)):
+    for name, start in (("one", [sys.executable]), ("several", launch)):
         path = tmp_path / f"{name}.mp4"
         done = subprocess.run(
             [*start, *command, "--seed", "1", "-o", str(path)],
@@ -129,11 +137,11 @@ def test_the_command_under_torchrun(tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout.splitlines())
-    assert outputs[1][-1] == str(tmp_path / "four.mp4")
+    assert outputs[1][-1] == str(tmp_path / "several.mp4")
     assert outputs[1].count(outputs[1][-1]) == 1
-    assert "4 processes: cfg 2, ulysses 2" in outputs[1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["four.mp4", "one.mp4"]
-    one, four = frames_of(tmp_path / "one.mp4"), frames_of(tmp_path / "four.mp4")
+    assert f"{processes} processes: {shares}" in outputs[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.mp4", "several.mp4"]
+    one, several = frames_of(tmp_path / "one.mp4"), frames_of(tmp_path / "several.mp4")
     # After the codec; before it the frames differ by one level at most (the pipeline's test).
-    assert (one - four).abs().max() <= 2
-    assert (one - four).abs().float().mean() < 0.01
+    assert (one - several).abs().max() <= 2
+    assert (one - several).abs().float().mean() < 0.01
