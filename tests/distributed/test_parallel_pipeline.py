@@ -142,6 +142,5 @@ def test_the_command_under_torchrun(tmp_path, device, processes, shares):
     assert f"{processes} processes: {shares}" in outputs[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.mp4", "several.mp4"]
     one, several = frames_of(tmp_path / "one.mp4"), frames_of(tmp_path / "several.mp4")
-    # After the codec; before it the frames differ by one level at most (the pipeline's test).
-    assert (one - several).abs().max() <= 2
-    assert (one - several).abs().float().mean() < 0.01
+    assert one.float().std() > 1
+    assert (one - several).abs().max() <= 1
