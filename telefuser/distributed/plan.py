@@ -32,9 +32,7 @@ def choose_parallel_config(
             raise ValueError(f"{name} degree is {degree!r}; give a number of processes, at least 1")
     if not allow_ring:
         if (ring_degree or 1) > 1:
-            raise ValueError(
-                f"ring degree {ring_degree}: a sparse pattern does not work on a ring; use ulysses"
-            )
+            raise ValueError(f"ring degree {ring_degree}: a sparse pattern does not work on a ring; use ulysses")
         ring_degree = 1
     rest = num_processes // _product(cfg_degree, ulysses_degree, ring_degree)
     if cfg_degree is None:
