@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -40,7 +41,13 @@ def main() -> None:
         # A prompt or a path that the terminal's encoding lacks is printed escaped; the run it belongs to goes on.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    app(prog_name="telefuser")
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("RANK", "0") != "0" and "WORLD_SIZE" in os.environ:
+            # Of the processes that torchrun started the first alone speaks, for all.
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        app(prog_name="telefuser")
 
 
 def _show_version(wanted: bool) -> None:
@@ -106,6 +113,19 @@ def generate(
     quantize: Annotated[
         str | None, typer.Option(help="fp8 halves the memory of the model's weights; none by default.")
     ] = None,
+    cfg_degree: Annotated[
+        int | None,
+        typer.Option(help="Under torchrun: 2 runs both passes of guidance side by side. By default where it fits."),
+    ] = None,
+    ulysses_degree: Annotated[
+        int | None, typer.Option(help="Under torchrun: processes that share a video's tokens by attention heads.")
+    ] = None,
+    ring_degree: Annotated[
+        int | None, typer.Option(help="Under torchrun: processes that share them by passing keys around.")
+    ] = None,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Under torchrun: each process holds a part of the weights.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print the path only.")] = False,
     debug: Debug = False,
@@ -148,6 +168,8 @@ def generate(
             sparse=sparse | {"local_window": parse_local_window(local_window)},
             offload=offload,
             quantize=quantize,
+            degrees={"cfg_degree": cfg_degree, "ulysses_degree": ulysses_degree, "ring_degree": ring_degree},
+            fsdp=fsdp,
         )
         if failures:
             raise _exit(f"error: {len(failures)} of the prompts failed, the other videos were made", 1)

@@ -4,19 +4,23 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from telefuser import platforms
 from telefuser.core import checkpoint
 from telefuser.core.checkpoint import Checkpoint
 from telefuser.core.config import AttnImplType
+from telefuser.distributed import Job, choose_parallel_config, numbers_of_first
 from telefuser.ops import fp8_gemm
 from telefuser.pipelines import wan_quantization
 from telefuser.pipelines.attention_choice import Run, describe_attention, settle_attention
+from telefuser.pipelines.parallel import describe
 from telefuser.pipelines.placement import require_memory, weight_bytes
 from telefuser.pipelines.request import GenerationRequest, resolve_dtype, validate_request
 from telefuser.pipelines.video_file import check_output
@@ -42,39 +46,84 @@ def run(
     sparse: dict[str, Any] | None = None,
     offload: bool | None = None,
     quantize: str | None = None,
+    degrees: Mapping[str, int | None] | None = None,
+    fsdp: bool = False,
 ) -> list[str]:
     """Makes the videos; returns one line for each prompt that failed, after the others were made all the same.
 
     settings: keyword arguments of `validate_request` (negative_prompt, height, width, num_frames, ...).
     output: a file, a folder, or a pattern; see `output_paths`.
     sparse: keyword arguments of `settle_attention` (decay, dense_steps, dense_layers, local_window).
+    degrees, fsdp: how the processes that torchrun started share the work: cfg_degree, ulysses_degree and ring_degree of
+        `choose_parallel_config`. The first process alone reports and writes, and the first failure ends all.
 
     Raises ValueError before weights are loaded for anything that is wrong with the request, the output, the device or
     the checkpoint.
     """
-    device = platforms.resolve_device(device)
-    attention, sparse, dtype = AttnImplType.parse(attention), sparse or {}, resolve_dtype(dtype, device)
+    with Job(device) as job:
+        models = {"model": model, "dtype": dtype, "attention": attention, "offload": offload, "quantize": quantize}
+        shares = {**(degrees or {}), "enable_fsdp": fsdp}
+        if not job.is_first:
+            report = RunReport(Console(quiet=True), quiet=True)
+        return _run(job, prompts, settings, report, output, overwrite, shares, sparse or {}, **models)
+
+
+def _run(
+    job: Job,
+    prompts: Sequence[str],
+    settings: dict[str, Any],
+    report: RunReport,
+    output: str | None,
+    overwrite: bool,
+    shares: dict[str, Any],
+    sparse: dict[str, Any],
+    *,
+    model: str,
+    dtype: str | None,
+    attention: str,
+    offload: bool | None,
+    quantize: str | None,
+) -> list[str]:
+    device = job.device
+    if job.size == 1 and shares["enable_fsdp"]:
+        raise ValueError("--fsdp spreads the weights over several processes, this is one: start it with torchrun")
+    attention, dtype = AttnImplType.parse(attention), resolve_dtype(dtype, device)
     wan_quantization.resolve_quantize(quantize)
     # Before a hub download as well; how much disk space is needed is known only after it.
-    for path in output_paths(output, prompts, [0] * len(prompts), overwrite):
-        check_output(path)
+    if job.is_first:
+        for path in output_paths(output, prompts, [0] * len(prompts), overwrite):
+            check_output(path)
     found = checkpoint.inspect(model).require_usable()
     request = validate_request(found.defaults, list(prompts), **settings)
     require_memory(
         device, request.width, request.height, request.num_frames, found.dit.config["dim"], found.vae.config["dim"]
     )
-    paths = output_paths(output, prompts, request.seeds, overwrite)
-    for path in paths:
-        check_output(path, request.num_frames * len(paths), request.height, request.width)
     config = settle_attention(attention, **sparse, steps=request.steps)
+    heads, guided = found.dit.config["num_heads"], request.guidance != 1
+    parallel = choose_parallel_config(job.size, heads, guided, allow_ring=not config.is_sparse(), **shares)
+    if job.size > 1:
+        request = replace(request, seeds=numbers_of_first(request.seeds, device.type))
+    paths: list[Path | None] = [None] * len(prompts)
+    if job.is_first:
+        paths = output_paths(output, prompts, request.seeds, overwrite)
+        for path in paths:
+            check_output(path, request.num_frames * len(paths), request.height, request.width)
     sizes = (found.dit.config[name] for name in ("dim", "num_heads", "num_layers", "patch_size"))
     attention_line = describe_attention(config, Run.of(request, *sizes), device, dtype)
     report.line(_model_line(found, device, dtype))
     report.line(f"attention {attention_line}")
+    if job.size > 1:
+        report.line(describe(parallel))
     report.line(_request_line(request, found))
     start = time.perf_counter()
     pipeline = WanPipeline.from_pretrained(
-        model, device=device, dtype=dtype, attention=attention, offload=offload, quantize=quantize
+        model,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        offload=offload,
+        quantize=quantize,
+        parallel=parallel if job.size > 1 else None,
     )
     report.stage(_stage("load", start, pipeline))
     if in_fp8 := wan_quantization.describe(pipeline.dit):
@@ -160,7 +209,11 @@ def _free(path: Path) -> Path:
 
 
 def _make_all(
-    pipeline: WanPipeline, request: GenerationRequest, paths: list[Path], report: RunReport, sparse: dict[str, Any]
+    pipeline: WanPipeline,
+    request: GenerationRequest,
+    paths: list[Path | None],
+    report: RunReport,
+    sparse: dict[str, Any],
 ) -> list[str]:
     failures = []
     for i, path in enumerate(paths):
@@ -169,7 +222,8 @@ def _make_all(
         try:
             _make(pipeline, request, i, path, report, sparse)
         except Exception as error:
-            if len(paths) == 1:
+            # A process that goes on alone would wait for the others in the next video for ever.
+            if len(paths) == 1 or pipeline.device_mesh is not None:
                 raise
             failures.append(f"prompt {i + 1} ({request.prompts[i]!r}): {' '.join(str(error).split())}")
             logger.error("%s", failures[-1], exc_info=error)
@@ -177,7 +231,12 @@ def _make_all(
 
 
 def _make(
-    pipeline: WanPipeline, request: GenerationRequest, i: int, path: Path, report: RunReport, sparse: dict[str, Any]
+    pipeline: WanPipeline,
+    request: GenerationRequest,
+    i: int,
+    path: Path | None,
+    report: RunReport,
+    sparse: dict[str, Any],
 ) -> None:
     with VideoWatch(report) as watch:
         video = pipeline(
@@ -195,6 +254,8 @@ def _make(
             callback=watch.step,
             on_stage=watch.stage,
         )
+        if path is None:
+            return
         start = time.perf_counter()
         video.save(path)
         watch.stage(_stage("write", start, pipeline))

@@ -321,10 +321,10 @@ def test_one_failing_prompt_does_not_stop_the_others(model, here, monkeypatch):
     (here / "list.txt").write_text("a red circle\na blue circle\na dog\n")
     decode = wan_video.decode_or_keep
 
-    def fails_for_blue(vae, latents, settings):
+    def fails_for_blue(vae, latents, settings, *rest):
         if "blue" in settings["prompt"]:
             raise RuntimeError("no blue today")
-        return decode(vae, latents, settings)
+        return decode(vae, latents, settings, *rest)
 
     monkeypatch.setattr(wan_video, "decode_or_keep", fails_for_blue)
     result = telefuser("generate", "--prompts", "list.txt", "-o", "out.mp4", "--model", model, "-q")

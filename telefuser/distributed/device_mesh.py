@@ -56,7 +56,7 @@ def create_device_mesh_from_config(parallel_config: ParallelConfig, device_type:
             f"tp_degree={parallel_config.tp_degree} do not go together; set one of them to 1"
         )
     if not dist.is_initialized():
-        _start_process_group(parallel_config)
+        _start_process_group(parallel_config, device_type)
     _check_size(parallel_config)
     device_type = _settle_device_type(device_type)
     _use_own_device(parallel_config, device_type)
@@ -72,8 +72,9 @@ def get_device_mesh() -> DeviceMesh:
     return _last_mesh[0]
 
 
-def _start_process_group(config: ParallelConfig) -> None:
-    backend, timeout = platforms.current_platform.dist_backend, timedelta(seconds=config.timeout)
+def _start_process_group(config: ParallelConfig, device_type: str | None) -> None:
+    platform = platforms.current_platform if device_type is None else platforms.platform_of(device_type)
+    backend, timeout = platform.dist_backend, timedelta(seconds=config.timeout)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     elif config.world_size == 1:

@@ -189,6 +189,10 @@ class WanBlock(nn.Module):
         self.ffn = nn.Sequential(nn.Linear(dim, ffn_dim), GELUTanh(), nn.Linear(ffn_dim, dim))
         self.modulation = nn.Parameter(torch.empty(1, 6, dim))
 
+    def project_context(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """`CrossAttention.project_context`; through the block, which is what FSDP gathers the weights of."""
+        return self.cross_attn.project_context(text)
+
     def forward(
         self,
         x: Tensor,
@@ -380,7 +384,7 @@ class WanModel(nn.Module):
         """
         text = self._pad_context(context)
         text = self.text_embedding(_to_compute_dtype(text, self.text_embedding[0]))
-        return PreparedContext(tuple(block.cross_attn.project_context(text) for block in self.blocks))
+        return PreparedContext(tuple(block.project_context(text) for block in self.blocks))
 
     def _pad_context(self, context: Tensor | Sequence[Tensor]) -> Tensor:
         is_batch = isinstance(context, Tensor)

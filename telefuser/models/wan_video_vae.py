@@ -183,6 +183,36 @@ class WanVideoVAE(nn.Module):
         return self._stream(self._checked_latents(latents), _spans(latents.shape[2], chunk_size))
 
     @torch.no_grad()
+    def decode_part_chunks(
+        self, latents: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int], chunk_size: int = 1
+    ) -> Iterator[torch.Tensor]:
+        """`decode_chunks` of a part of the area: pieces [B, 3, f, 8h, 8w] of the latent cells start..stop of each axis.
+
+        The pixels are those of the whole video to rounding: the layers at latent size, 4 % of the work as published and
+        with attention over a whole frame, run on the whole area, and the rest on the part with the cells around it
+        that reach its pixels (`window`). Raises ValueError for a range outside the area.
+        """
+        row, column = self.window(*rows, latents.shape[-2]), self.window(*columns, latents.shape[-1])
+        return self._stream_part(self._checked_latents(latents), _spans(latents.shape[2], chunk_size), row, column)
+
+    def window(self, start: int, stop: int, length: int) -> _Tile:
+        """What decoding the latent cells start..stop of an axis reads: `window_start`..`window_stop` of `length`."""
+        if not 0 <= start < stop <= length:
+            raise ValueError(f"the range {start}..{stop} is not within the {length} latent cells of the axis")
+        context = self.decoder.context
+        return _Tile(start, stop, max(start - context, 0), min(stop + context, length))
+
+    @torch.no_grad()
+    def _stream_part(
+        self, latents: torch.Tensor, spans: list[tuple[int, int]], row: _Tile, column: _Tile
+    ) -> Iterator[torch.Tensor]:
+        cache, factor = _new_cache(spans), self.spatial_factor
+        for span in spans:
+            features = self.decoder.features(self._latent_chunk(latents, span), cache)
+            frames = self.decoder.expand(features[..., row.cells, column.cells], cache)
+            yield frames[..., row.kept(factor), column.kept(factor)].float().clamp(-1, 1)
+
+    @torch.no_grad()
     def _stream(self, latents: torch.Tensor, spans: list[tuple[int, int]]) -> Iterator[torch.Tensor]:
         cache = _new_cache(spans)
         for span in spans:

@@ -8,19 +8,23 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from telefuser import platforms
+from telefuser.distributed import announced
+from telefuser.pipelines.parallel_decode import decode_shared
+from telefuser.pipelines.pixels import NonFiniteError, to_uint8
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
-
-class NonFiniteError(RuntimeError):
-    """A model produced NaN or infinity."""
+__all__ = ["NonFiniteError", "VideoDecodeError", "decode_frames", "decode_or_keep", "to_uint8"]
 
 
 class VideoDecodeError(RuntimeError):
@@ -29,16 +33,6 @@ class VideoDecodeError(RuntimeError):
     def __init__(self, message: str, latents_path: Path | None):
         super().__init__(message)
         self.latents_path = latents_path
-
-
-def to_uint8(video: torch.Tensor) -> torch.Tensor:
-    """Pixels [3, F, H, W] in [-1, 1] to [F, H, W, 3] uint8, rounded to the nearest level (half to even).
-
-    Raises NonFiniteError for NaN or infinity, which would become black or any other colour.
-    """
-    if not torch.isfinite(video.sum()) and not torch.isfinite(video).all():
-        raise NonFiniteError("the VAE produced NaN or infinity: check the weights and the VAE's latents_mean and _std")
-    return ((video + 1) * 127.5).round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0)
 
 
 @torch.no_grad()
@@ -53,15 +47,23 @@ def decode_frames(vae: torch.nn.Module, latents: torch.Tensor, tiled: bool = Fal
     return torch.cat([to_uint8(chunk[0]).cpu() for chunk in vae.decode_chunks(latents[None])]).contiguous()
 
 
-def decode_or_keep(vae: torch.nn.Module, latents: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+def decode_or_keep(
+    vae: torch.nn.Module,
+    latents: torch.Tensor,
+    settings: Mapping[str, Any],
+    device_mesh: DeviceMesh | None = None,
+) -> torch.Tensor:
     """`decode_frames`; when memory runs out once more in tiles, and on any failure the latents are kept in a file.
+
+    device_mesh: of all processes of the job, which then share the decoding; each gets the frames.
 
     Raises:
         VideoDecodeError: naming the file and what to do with it.
     """
     try:
         try:
-            return decode_frames(vae, latents)
+            frames = None if device_mesh is None else decode_shared(vae, latents, device_mesh)
+            return decode_frames(vae, latents) if frames is None else frames
         except torch.OutOfMemoryError:
             pass  # Retried below, where the exception no longer holds the failed attempt's tensors.
         platforms.platform_of(latents.device).empty_cache()
@@ -76,6 +78,8 @@ def _keep_latents(latents: torch.Tensor, settings: Mapping[str, Any], error: Exc
     message = f"could not decode the video ({type(error).__name__}: {error})."
     if isinstance(error, torch.OutOfMemoryError):
         message += " Tiles did not help: use a smaller size or fewer frames, or decode on another device."
+    if announced()[0]:
+        return VideoDecodeError(f"{message} Process 0 keeps the latents.", None)
     name = f"telefuser-latents-{secrets.token_hex(4)}.safetensors"
     tensors = {"latents": latents.detach().cpu().contiguous()}
     metadata = {"settings": json.dumps(dict(settings), ensure_ascii=False)}

@@ -8,22 +8,23 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from telefuser import __version__, platforms
 from telefuser.core import checkpoint, wan_layout
 from telefuser.core.checkpoint import Checkpoint, CheckpointError
-from telefuser.core.config import AttentionConfig, AttnImplType, QuantConfig
+from telefuser.core.config import AttentionConfig, AttnImplType, ParallelConfig, QuantConfig
 from telefuser.core.model_loading import meta_parameters
-from telefuser.distributed import get_attention_strategy
+from telefuser.distributed import get_attention_strategy, numbers_of_first, own_device, require_same, shard_model
 from telefuser.models.wan_video_dit import WanModel
 from telefuser.models.wan_video_text_encoder import WanTextEncoder
 from telefuser.models.wan_video_vae import WanVideoVAE
 from telefuser.ops.fp8_quantization import quantize_weight
+from telefuser.pipelines import parallel as parallelism
 from telefuser.pipelines import placement, wan_quantization
 from telefuser.pipelines.attention_choice import (
     Run,
@@ -39,6 +40,9 @@ from telefuser.pipelines.prompt import PromptTokenizer, encode_rows
 from telefuser.pipelines.request import GenerationRequest, parse_size, resolve_dtype, validate_request
 from telefuser.pipelines.video_file import write_video
 from telefuser.schedulers import make_scheduler
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +107,7 @@ class WanPipeline:
         name: what the settings of a video call the model.
         loaded_as: how the models were loaded, for a video's metadata (dtype, attention, offload, quantize).
         attention: of calls that name none, as `from_pretrained` takes it; None is the DiT's own attention.
+        device_mesh: of all processes of the job, which then make each video together; see `from_pretrained`.
     """
 
     def __init__(
@@ -117,11 +122,15 @@ class WanPipeline:
         name: str = "custom",
         loaded_as: dict[str, Any] | None = None,
         attention: str | AttnImplType | AttentionConfig | None = None,
+        device_mesh: DeviceMesh | None = None,
     ):
         self.text_encoder, self.dit, self.vae, self.tokenizer = text_encoder, dit, vae, tokenizer
         self.defaults, self.device, self.name = dict(defaults), platforms.resolve_device(device), name
         self.loaded_as = {"dtype": str(next(dit.parameters()).dtype).removeprefix("torch."), **(loaded_as or {})}
         self.attention = attention
+        self.device_mesh = device_mesh
+        if device_mesh is not None:
+            dit.enable_usp(device_mesh)
         self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._warned_sizes: set[tuple[int, ...]] = set()
 
@@ -134,6 +143,7 @@ class WanPipeline:
         attention: str | AttnImplType | AttentionConfig = "auto",
         offload: bool | None = None,
         quantize: str | QuantConfig | None = None,
+        parallel: ParallelConfig | str | None = "auto",
     ) -> WanPipeline:
         """Load a checkpoint.
 
@@ -149,33 +159,44 @@ class WanPipeline:
             quantize: "fp8" stores the linear layers of the DiT's blocks in FP8, half the memory of bfloat16: each is
                 quantised as it is read. A `QuantConfig` chooses the layers. None leaves the weights as they are; a
                 checkpoint in FP8 stays so.
+            parallel: "auto" lets all processes that torchrun started make each video together, by guidance first, then
+                heads, then tokens (`choose_parallel_config`); each works on its own device, calls the pipeline with the
+                same arguments and gets the video. A `ParallelConfig` says how, and with `enable_fsdp` spreads the DiT's
+                weights. None is this process alone, whatever started it.
 
         Raises:
-            ValueError: device, dtype, attention or quantize unknown; before anything large is read.
+            ValueError: device, dtype, attention, quantize or parallel unknown; before anything large is read.
             CheckpointError: (a ValueError) the checkpoint cannot be used.
         """
-        device = platforms.resolve_device(device)
+        device = platforms.resolve_device(device) if parallel is None else own_device(device)
         dtype, quantize = resolve_dtype(dtype, device), wan_quantization.resolve_quantize(quantize)
         impl = attention.attn_impl if isinstance(attention, AttentionConfig) else AttnImplType.parse(attention)
+        parallelism.check_parallel(parallel, offload, quantize)
         found = checkpoint.inspect(path_or_id).require_usable()
         tokenizer = _tokenizer(found)
         if problems := _refused_settings(found):
             raise CheckpointError(problems[0])
+        has_guidance, heads = found.defaults["guidance"] != 1, found.dit.config["num_heads"]
+        mesh, shares = parallelism.make_mesh(parallel, device, heads, has_guidance, impl.takes_sparse_config)
         if offload is None:
             size = [found.defaults[name] for name in ("width", "height", "num_frames")]
-            offload = not placement.fits(device, _weight_bytes(found, dtype, quantize), math.prod(size))
+            fits = placement.fits(device, _weight_bytes(found, dtype, quantize), math.prod(size))
+            offload = not fits and not shares.enable_fsdp
         home = torch.device("cpu") if offload else device
         with platforms.platform_of(device).device_ctx(device):
             dit = found.dit.load(
                 wan_quantization.builder(found.dit, quantize, dtype),
                 dtype=dtype,
-                device=home,
+                # Sharding moves it to the device block by block.
+                device=torch.device("cpu") if shares.enable_fsdp else home,
                 fp32_fragments=WanModel.FP32_PARAMETERS,
                 quantize=quantize_weight,
             )
             if not impl.takes_sparse_config:
                 dense = attention if isinstance(attention, AttentionConfig) else AttentionConfig(attn_impl=impl)
                 dit.set_attention_config(dense)
+            if shares.enable_fsdp and mesh is not None:
+                shard_model(dit, device.type)
             return cls(
                 text_encoder=found.text_encoder.load(WanTextEncoder.from_config, dtype=dtype, device=home),
                 dit=dit,
@@ -189,8 +210,10 @@ class WanPipeline:
                     "attention": impl.name.lower(),
                     "offload": offload,
                     "quantize": "fp8" if wan_quantization.describe(dit) else None,
+                    **({} if mesh is None else {"parallel": parallelism.describe(shares)}),
                 },
                 attention=attention if impl.takes_sparse_config else None,
+                device_mesh=mesh,
             )
 
     @torch.no_grad()
@@ -234,6 +257,10 @@ class WanPipeline:
             NonFiniteError: the model produced NaN or infinity.
             VideoDecodeError: the VAE failed; it names the file that keeps the latents.
         """
+        shared_on = None if self.device_mesh is None else self.device_mesh.device_type
+        asked = (prompt, negative_prompt, height, width, num_frames, steps, guidance, shift, seed, scheduler)
+        asked += (attention, decay, dense_steps, dense_layers, local_window)
+        require_same(repr(asked), "request", shared_on)
         request = validate_request(
             self.defaults,
             prompt,
@@ -247,6 +274,8 @@ class WanPipeline:
             seed=seed,
             scheduler=scheduler,
         )
+        # A seed that nobody gave was drawn by each process.
+        request = replace(request, seeds=numbers_of_first(request.seeds, shared_on))
         config = self._settle_attention(
             request,
             attention,
@@ -269,7 +298,7 @@ class WanPipeline:
                 with self._stage("denoise", stages, on_stage), attending(self.dit, config):
                     latents = self._denoise(request, i, texts, config, callback)
                 with self._stage("decode", stages, on_stage), placement.on_device(self.vae, self.device):
-                    frames = decode_or_keep(self.vae, latents, settings)
+                    frames = decode_or_keep(self.vae, latents, settings, self.device_mesh)
                 videos.append(WanVideo(frames, request.fps, seed_i, settings, stages))
         return videos[0] if isinstance(prompt, str) else videos
 
@@ -355,6 +384,7 @@ class WanPipeline:
                 negative,
                 request.guidance,
                 callback,
+                device_mesh=self.device_mesh,
                 sparse_state=make_state(config, self._run(request)),
             )[0]
         if not torch.isfinite(latents).all():

@@ -12,9 +12,13 @@ import torch.distributed as dist
 
 from telefuser import distributed
 from telefuser.core.config import AttentionConfig, AttnImplType, ParallelConfig
+from telefuser.distributed.parallelize import own_bytes
 from telefuser.models.wan_video_dit import WanModel
+from telefuser.models.wan_video_vae import WanVideoVAE
 from telefuser.ops.attention import MaskMap, SparseAttentionState, attention, long_context_attention
+from telefuser.pipelines.decode import decode_frames
 from telefuser.pipelines.denoise import denoise
+from telefuser.pipelines.parallel_decode import decode_shared, plan_parts
 from telefuser.pipelines.wan_video import WanPipeline
 from telefuser.schedulers import make_scheduler
 from tests.tolerances import rel_error
@@ -286,6 +290,133 @@ def embedded_model_video(**degrees):
     return (got.int() - want.int()).abs().max().item()
 
 
+@torch.no_grad()
+def embedded_dit_errors(**degrees):
+    """Errors of the embedded transformer under guidance on 5x8x8 tokens and on 5x5x3, which no degree divides."""
+    dit, mesh = WanPipeline.from_pretrained("tiny", device="cpu").dit, mesh_of(**degrees)
+    g, errors = torch.Generator().manual_seed(3), []
+    for size, length in (((5, 16, 16), 11), ((5, 10, 6), 1)):
+        noise = torch.randn(1, 16, *size, generator=g)
+        contexts = [dit.prepare_context(torch.randn(1, n, dit.text_dim, generator=g)) for n in (length, 5)]
+        outputs = []
+        for usp_mesh in (None, mesh):
+            dit.device_mesh = usp_mesh
+            scheduler = make_scheduler("euler", 1, 3.0)
+            outputs.append(denoise(dit, scheduler, noise, *contexts, 5.0, device_mesh=usp_mesh))
+        errors.append(rel_error(outputs[1], outputs[0]))
+    return errors
+
+
+def embedded_pipeline_video(**degrees):
+    """Largest pixel difference of a pipeline on all processes to one by itself, and the seeds that no caller gave."""
+    request = {"height": 80, "width": 48, "num_frames": 5, "steps": 1}
+    want = WanPipeline.from_pretrained("tiny", device="cpu", parallel=None)("a red circle", seed=0, **request).frames
+    config = ParallelConfig(**degrees, timeout=30)
+    pipeline = WanPipeline.from_pretrained("tiny", device="cpu", parallel=config)
+    video = pipeline("a red circle", seed=0, **request)
+    free = pipeline("a red circle", **request)
+    own_seed = message_of(pipeline, "a red circle", seed=dist.get_rank(), **request)
+    difference = (video.frames.int() - want.int()).abs().max().item()
+    return difference, free.seed, free.frames.sum().item(), own_seed, video.settings["parallel"]
+
+
+def fsdp_errors(dtype, **degrees):
+    """Error of a model whose weights and tokens are spread, and the share of the weights that this process holds."""
+    model = make_dit().eval()
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in WanModel.FP32_PARAMETERS):
+            parameter.data = parameter.data.to(dtype)
+    g = torch.Generator().manual_seed(4)
+    x, context = torch.randn(1, 4, 5, 2, 6, generator=g), torch.randn(1, 7, 16, generator=g)
+    with torch.no_grad():
+        want = model(x, torch.tensor([700.0]), context)
+    whole, mesh = own_bytes(model), mesh_of(**degrees)
+    model.enable_usp(mesh)
+    distributed.shard_model(model, "cpu")
+    outputs = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            prepared = model.prepare_context(context)
+            outputs += [model(x, torch.tensor([700.0]), prepared) for _ in range(2)]
+    return max(rel_error(got, want) for got in outputs), own_bytes(model) / whole
+
+
+def fsdp_refusals():
+    model = make_dit()
+    model.register_buffer("packed", torch.zeros(2, dtype=torch.float8_e4m3fn))
+    return [message_of(distributed.shard_model, module, "cpu") for module in (model, torch.nn.Linear(2, 2))]
+
+
+def make_vae():
+    torch.manual_seed(5)
+    vae = WanVideoVAE(dim=4, dim_mult=(1, 2, 2, 2), num_res_blocks=1).eval()
+    for name, parameter in vae.named_parameters():
+        if parameter.ndim > 2 and not name.endswith("gamma"):
+            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    return vae
+
+
+def shared_decoding(height, width, **degrees):
+    """Largest difference to one process's frames, their spread, and the planned share; all on an area of latents."""
+    mesh, vae = mesh_of(**degrees), make_vae()
+    latents = torch.randn(16, 3, height, width, generator=torch.Generator().manual_seed(6))
+    parts, share = plan_parts(vae, height, width, dist.get_world_size())
+    got, want = decode_shared(vae, latents, mesh), decode_frames(vae, latents)
+    if got is None:
+        return None, None, share, len(parts)
+    return (got.int() - want.int()).abs().max().item(), want.float().std().item(), share, len(parts)
+
+
+def shared_decoding_with_a_failure(error_type):
+    """What each process gets where one part fails."""
+    mesh, vae = mesh_of(sp_ulysses_degree=dist.get_world_size()), make_vae()
+    decode = vae.decode_part_chunks
+
+    def fails(*args):
+        if dist.get_rank() == 1:
+            raise error_type("no room")
+        return decode(*args)
+
+    vae.decode_part_chunks = fails
+    try:
+        decode_shared(vae, torch.randn(16, 2, 24, 24), mesh)
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def collectives_of_attention(degrees):
+    """What one call sends and in which order, by the names of the calls."""
+    from telefuser.distributed import comm
+    from telefuser.ops.attention import long_context
+
+    events = []
+
+    def noted(name, call):
+        def wrapper(*args, **kwargs):
+            events.append(name)
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    mesh = mesh_of(**degrees)
+    parts = [own(mesh, t) for t in draw(24, 4)]
+    counts = [24 // dist.get_world_size()] * dist.get_world_size()
+    places = [
+        (dist, "all_to_all_single"), (dist, "all_gather"), (comm.Ring, "start"), (comm.Ring, "finish"),
+        (long_context, "attention"),
+    ]  # fmt: skip
+    originals = [(place, name, getattr(place, name)) for place, name in places]
+    for place, name, call in originals:
+        setattr(place, name, noted(name, call))
+    try:
+        long_context_attention(*parts, device_mesh=mesh, token_counts=counts)
+    finally:
+        for place, name, call in originals:
+            setattr(place, name, call)
+    return events
+
+
 def dit_training_is_refused():
     model = make_dit()
     model.enable_usp(mesh_of(sp_ulysses_degree=dist.get_world_size()))
@@ -307,6 +438,8 @@ ULYSSES_2, RING_2 = {"sp_ulysses_degree": 2}, {"sp_ring_degree": 2}
 ULYSSES_4, RING_4, USP = {"sp_ulysses_degree": 4}, {"sp_ring_degree": 4}, {**ULYSSES_2, **RING_2}
 # On four processes the last two leave dp = 2: two sequences at a time, each on half the ranks.
 STRATEGIES = {"ulysses": ULYSSES_4, "ring": RING_4, "usp": USP, "dp ulysses": ULYSSES_2, "dp ring": RING_2}
+WHOLE = {"ulysses": ULYSSES_4, "ring": RING_4, "usp": USP}
+MIXED = {"cfg ulysses": {"cfg_degree": 2, **ULYSSES_2}, "cfg ring": {"cfg_degree": 2, **RING_2}}
 
 # Tokens and options of attention that each strategy must get right; 3 tokens leave a rank of four with none.
 ATTENTION = {
@@ -353,6 +486,21 @@ FOUR = {
     "sampling: cfg ring": partial(sampling_error, 5.0, cfg_degree=2, **RING_2),
     "sampling: cfg ring, no guidance": partial(sampling_error, 1.0, cfg_degree=2, **RING_2),
     "embedded model": partial(embedded_model_video, **USP),
+    **{
+        f"embedded dit: {name}": partial(embedded_dit_errors, **degrees) for name, degrees in {**WHOLE, **MIXED}.items()
+    },
+    "pipeline": partial(embedded_pipeline_video, cfg_degree=2, sp_ulysses_degree=2),
+    "pipeline with FSDP": partial(embedded_pipeline_video, cfg_degree=2, sp_ring_degree=2, enable_fsdp=True),
+    **{
+        f"fsdp: {name}: {dtype}": partial(fsdp_errors, dtype, **degrees)
+        for name, degrees in {"dp": {}, **WHOLE, **MIXED}.items()
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+    "refusals of fsdp": fsdp_refusals,
+    **{f"decode: {h}x{w}": partial(shared_decoding, h, w, **USP) for h, w in ((24, 24), (23, 31), (1, 40), (8, 8))},
+    "decode: error": partial(shared_decoding_with_a_failure, RuntimeError),
+    "decode: no memory": partial(shared_decoding_with_a_failure, torch.OutOfMemoryError),
+    **{f"collectives: {name}": partial(collectives_of_attention, degrees) for name, degrees in WHOLE.items()},
     "sparse": partial(sparse_error, ULYSSES_4),
     "gradient: 5 heads": partial(ulysses_gradient_error, 5),
     "gradient: 2 heads": partial(ulysses_gradient_error, 2),
@@ -373,5 +521,9 @@ TWO = {
     "dit": partial(dit_errors, ULYSSES_2, **DIT["15 tokens, a timestep each"]),
     "sparse dit": partial(sparse_dit_error, ULYSSES_2),
     "gradient: 5 heads": partial(ulysses_gradient_error, 5),
+    "embedded dit: cfg": partial(embedded_dit_errors, cfg_degree=2),
+    "embedded dit: ulysses": partial(embedded_dit_errors, **ULYSSES_2),
+    "embedded dit: ring": partial(embedded_dit_errors, **RING_2),
+    "decode: 24x24": partial(shared_decoding, 24, 24, **RING_2),
     "absent partner": absent_partner,
 }

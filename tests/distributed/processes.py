@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,10 +14,20 @@ import torch.multiprocessing as multiprocessing
 
 # A process that fails inside a collective leaves the others waiting; they must give up soon.
 TIMEOUT = 30
+# Importing PyTorch takes seconds, on a busy machine a minute; nobody waits in the rendezvous before all have done it.
+START_LIMIT = 300
+
+
+def _wait_for_all(rank: int, world_size: int, folder: str) -> None:
+    (Path(folder) / f"{rank}.here").touch()
+    deadline = time.monotonic() + START_LIMIT
+    while len(list(Path(folder).glob("*.here"))) < world_size and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _run_rank(rank: int, world_size: int, folder: str, checks: list[Callable]) -> None:
     torch.set_num_threads(1)
+    _wait_for_all(rank, world_size, folder)
     where = f"file://{folder}/rendezvous"
     dist.init_process_group(
         "gloo", init_method=where, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT)
@@ -28,7 +39,8 @@ def _run_rank(rank: int, world_size: int, folder: str, checks: list[Callable]) -
         except Exception:  # noqa: BLE001 the test that asked for the check reports it
             results.append((traceback.format_exc(), None))
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    # Not destroy_process_group: after a check whose collective timed out, gloo ends the process there with SIGABRT.
+    os._exit(0)
 
 
 def run_processes(world_size: int, checks: list[Callable]) -> list[list[tuple[str | None, object]]]:

@@ -179,6 +179,24 @@ def test_tiled_decode_has_no_seams(height, width, tile_size, tile_stride):
         torch.testing.assert_close(tiled, untiled, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns"), [((0, 9), (0, 8)), ((9, 17), (8, 15)), ((0, 17), (7, 8)), ((5, 6), (0, 15))]
+)
+def test_a_part_of_the_area_is_that_part_of_the_video(rows, columns):
+    """B108: what one of several processes decodes; at borders, and at cells with surroundings on all sides."""
+    vae, latents = random_vae(), random_latents(3, 17, 15)
+    (top, bottom), (left, right) = (tuple(8 * cell for cell in cells) for cells in (rows, columns))
+    for chunk_size in (1, 2):
+        part = torch.cat(list(vae.decode_part_chunks(latents, rows, columns, chunk_size)), dim=2)
+        torch.testing.assert_close(part, vae.decode(latents)[..., top:bottom, left:right], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [(0, 0), (-1, 4), (3, 18)])
+def test_a_part_outside_the_area_is_refused(rows):
+    with pytest.raises(ValueError, match="within the 17 latent cells"):
+        random_vae().decode_part_chunks(random_latents(1, 17, 15), rows, (0, 15))
+
+
 @pytest.mark.parametrize(("num_res_blocks", "context"), [(1, 5), (2, 7)])
 def test_surroundings_of_a_tile_are_what_its_pixels_see_and_no_more(num_res_blocks, context):
     """NaN spreads as far as pixels see: a cell further out would be wasted, one less would show."""
