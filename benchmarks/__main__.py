@@ -1,16 +1,15 @@
-"""`python -m benchmarks ops | block | report`, each with its own options (`--help`)."""
+"""`python -m benchmarks COMMAND ...`, each with its own options (`--help`); `scaling` is run by torchrun instead."""
 
+import importlib
 import sys
 
-from benchmarks import block, ops, report
-
-COMMANDS = {"ops": ops.main, "block": block.main, "report": report.main}
+COMMANDS = ("ops", "block", "attention", "sparse_wan", "fp8", "report")
 
 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         raise SystemExit(f"usage: python -m benchmarks {{{','.join(COMMANDS)}}} ...")
-    COMMANDS[sys.argv[1]](sys.argv[2:])
+    importlib.import_module(f"benchmarks.{sys.argv[1]}").main(sys.argv[2:])
 
 
 if __name__ == "__main__":
