@@ -106,11 +106,13 @@ def make_bench(size: dict, latent: tuple[int, ...], dtype: torch.dtype, device: 
     """Weights and input are drawn alike on all processes."""
     with torch.device("meta"):
         model = WanModel(**size).eval()
-    model = model.to_empty(device=device).requires_grad_(False)
-    generator = torch.Generator(device=device).manual_seed(0)
+    # Before there is memory behind them: the 14B takes 56 GB in float32.
     for name, parameter in model.named_parameters():
         is_wide = any(part in name for part in WanModel.FP32_PARAMETERS)
         parameter.data = parameter.data.to(torch.float32 if is_wide else dtype)
+    model = model.to_empty(device=device).requires_grad_(False)
+    generator = torch.Generator(device=device).manual_seed(0)
+    for name, parameter in model.named_parameters():
         std = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.02
         parameter.normal_(0.0, std, generator=generator)
         if ".norm" in name and name.endswith("weight"):

@@ -221,6 +221,15 @@ def test_another_format_than_fp8(model, here, nothing_loaded):
     refused(telefuser("generate", PROMPT, "--model", model, "--quantize", "int4"), "'int4'", "'fp8'")
 
 
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [(("--fsdp",), "start it with torchrun"), (("--ring-degree", "2"), "must multiply to 1"),
+     (("--cfg-degree", "0"), "at least 1")],
+)  # fmt: skip
+def test_shares_of_a_lone_process(model, here, nothing_loaded, options, part):
+    refused(telefuser("generate", PROMPT, "--model", model, *options), part)
+
+
 def test_empty_prompt(model, here, nothing_loaded):
     refused(telefuser("generate", "  ", "--model", model), "empty")
 

@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass
 logger = logging.getLogger(__name__)
 
 # Seconds. Reports of one failure come from several processes; the first is often its consequence, so wait for the rest.
-SETTLE = 1.0
+# The first process may meanwhile be keeping the latents of a video that all of them failed to decode.
+SETTLE = 2.0
 # After that (or after a signal) the main thread may clean up for this long; then the process is ended from here. Below
 # 10 s together with SETTLE and the 8 s of a silent host less the 2 s in which a live one is not probed.
 GRACE = 4.0
@@ -163,12 +164,16 @@ class Watch:
         own: None where the main thread was interrupted by the watch.
         """
         self.interrupts = False
-        if own is not None:
-            if self.rank:
-                self._connections[0].send({"failure": asdict(own)})
+        if own is not None and self.rank:
+            # torchrun ends all once one has ended, so process 0 comes first. It answers, or its connection closes.
+            with self._lock:
+                self._reports.append(own)
+            self._connections[0].send({"failure": asdict(own)})
+            self.failed.wait(SETTLE + GRACE)
+        elif own is not None:
             self._report(own)
             if own.weight == 2:
-                self.failed.wait(SETTLE * 2)
+                self.failed.wait(SETTLE + 1.0)
         with self._lock:
             if self.failure is None:
                 self._decide()

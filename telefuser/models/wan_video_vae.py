@@ -192,8 +192,9 @@ class WanVideoVAE(nn.Module):
         with attention over a whole frame, run on the whole area, and the rest on the part with the cells around it
         that reach its pixels (`window`). Raises ValueError for a range outside the area.
         """
-        row, column = self.window(*rows, latents.shape[-2]), self.window(*columns, latents.shape[-1])
-        return self._stream_part(self._checked_latents(latents), _spans(latents.shape[2], chunk_size), row, column)
+        height, width = self._checked_latents(latents).shape[-2:]
+        row, column = self.window(*rows, height), self.window(*columns, width)
+        return self._stream_part(latents, _spans(latents.shape[2], chunk_size), row, column)
 
     def window(self, start: int, stop: int, length: int) -> _Tile:
         """What decoding the latent cells start..stop of an axis reads: `window_start`..`window_stop` of `length`."""
@@ -262,6 +263,9 @@ class WanVideoVAE(nn.Module):
         return video[:, :, : 1 + (video.shape[2] - 1) // self.temporal_factor * self.temporal_factor]
 
     def _checked_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        if not isinstance(latents, torch.Tensor):
+            kind = type(latents).__name__
+            raise ValueError(f"latents must be one tensor [B, {self.z_dim}, F, H, W], got {kind}: stack the videos")
         if latents.ndim != 5 or latents.shape[1] != self.z_dim or 0 in latents.shape or not latents.is_floating_point():
             wanted = f"a floating-point [B, {self.z_dim}, F, H, W]"
             raise ValueError(f"latents must be {wanted}, got {tuple(latents.shape)} of {latents.dtype}")

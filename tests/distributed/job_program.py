@@ -52,6 +52,14 @@ def all_fail(job):
     raise ValueError("steps is 0")
 
 
+def all_fail_while_the_first_saves(job):
+    if job.rank == 0:
+        time.sleep(0.7)
+        (job.folder / "saved").touch()
+        raise ValueError("saved" if (job.folder / "saved").exists() else "not saved")
+    raise ValueError("process 0 saves")
+
+
 def interrupted(job):
     if job.rank == 0:
         for pid in job.pids_of_all():
@@ -84,6 +92,7 @@ SCENARIOS = {
     "first is killed": (first_is_killed, 3),
     "one fails": (one_fails, 2),
     "all fail": (all_fail, 3),
+    "all fail while the first saves": (all_fail_while_the_first_saves, 3),
     "interrupted": (interrupted, 2),
     "interrupted in python": (interrupted_in_python, 2),
     "all end together": (all_end_together, 3),
@@ -95,11 +104,10 @@ class Observed(Job):
     """A job that notes when all of its processes had begun."""
 
     def begin(self, folder, store):
-        self.store = store
+        self.store, self.folder = store, folder
         (folder / f"{self.rank}.pid").write_text(str(os.getpid()))
         dist.barrier()
         (folder / f"{self.rank}.begun").touch()
-        self.folder = folder
 
     def pids_of_all(self):
         return sorted((int(path.read_text()) for path in self.folder.glob("*.pid")), key=lambda pid: pid == os.getpid())

@@ -58,6 +58,12 @@ def test_an_error_of_all_is_told_once(jobs):
     assert message(jobs["all fail"]) == "error: steps is 0"
 
 
+def test_the_first_process_may_still_keep_what_it_has(jobs):
+    # The others leave after it: torchrun ends all of them once one has ended.
+    assert message(jobs["all fail while the first saves"]) == "error: saved"
+    assert jobs["all fail while the first saves"]["first"] >= 0.6
+
+
 @pytest.mark.parametrize("name", ["interrupted", "interrupted in python"])
 def test_ctrl_c_ends_all(jobs, name):
     # B134

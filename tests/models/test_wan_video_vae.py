@@ -3,6 +3,7 @@
 import csv
 import itertools
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -189,6 +190,15 @@ def test_a_part_of_the_area_is_that_part_of_the_video(rows, columns):
     for chunk_size in (1, 2):
         part = torch.cat(list(vae.decode_part_chunks(latents, rows, columns, chunk_size)), dim=2)
         torch.testing.assert_close(part, vae.decode(latents)[..., top:bottom, left:right], rtol=0, atol=1e-5)
+
+
+def test_a_list_of_latents_is_refused_with_the_way_out():
+    """B108."""
+    vae = random_vae()
+    part = partial(vae.decode_part_chunks, rows=(0, 1), columns=(0, 1))
+    for call in (vae.decode, vae.decode_chunks, part):
+        with pytest.raises(ValueError, match=r"one tensor.*got list: stack the videos"):
+            call([random_latents(1)])
 
 
 @pytest.mark.parametrize("rows", [(0, 0), (-1, 4), (3, 18)])
