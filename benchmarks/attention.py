@@ -9,6 +9,7 @@ inputs, whose scores have no structure that a pattern could follow: of a trained
 """
 
 import argparse
+import functools
 import itertools
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from telefuser.ops.attention import block_sparse as sparse
 from telefuser.ops.attention.backends import TABLE, availability, describe_choice
 from telefuser.ops.attention.block_mask import BlockMask
 from telefuser.ops.attention.dense_backend import Call
+from telefuser.ops.attention.radial_attention_core import radial_block_mask
 from telefuser.ops.attention.sparse_attention import MaskMap
 from telefuser.platforms import current_platform
 
@@ -59,7 +61,7 @@ def dense(label: str, q, k, v, timer: Timer) -> tuple[list[dict], torch.Tensor, 
             apart = distance(attention(q, k, v, attention_config=config_of), wanted)
             if not apart <= SAME:
                 raise ValueError(f"result is {apart:.1e} from AUTO's")
-            found[impl.name] = timer.milliseconds(lambda: attention(q, k, v, attention_config=config_of))
+            found[impl.name] = timer.milliseconds(functools.partial(attention, q, k, v, attention_config=config_of))
         except Exception as failure:  # noqa: BLE001
             # One package that does not take the call leaves the others to measure.
             print(f"    {impl.name}: {type(failure).__name__} {str(failure)[:120]}", flush=True)
@@ -85,7 +87,8 @@ def radial(label: str, grid: tuple[int, int], q, k, v, decay: float, full: torch
     """Rows of each executor over a radial mask."""
     tokens = q.shape[1]
     config = SparseAttentionConfig(sparse_impl=AttnImplType.RADIAL_ATTN, decay_factor=decay)
-    build = timer.milliseconds(lambda: MaskMap(tokens, grid[0]).block_mask(tokens, config, device=q.device))
+    block = config.block_size
+    build = timer.milliseconds(lambda: radial_block_mask(tokens, grid[0], tokens, block, decay, "wan", q.device))
     mask: BlockMask = MaskMap(tokens, grid[0]).block_mask(tokens, config, device=q.device)
     flops = 4 * mask.density * tokens**2 * q.shape[2] * q.shape[3]
     label = f"{label}, radial decay {decay}"
@@ -99,9 +102,7 @@ def radial(label: str, grid: tuple[int, int], q, k, v, decay: float, full: torch
         if (reason := sparse.refusal(found, call, mask)) is not None:
             print(f"    {found.impl.name}: {reason}", flush=True)
             continue
-        calls[found.impl.name] = lambda found=found, entry=entry: sparse.run(found, entry, call, mask)[0].transpose(
-            1, 2
-        )
+        calls[found.impl.name] = functools.partial(_executed, found, entry, call, mask)
     if timer.module is not None and q.shape[2] == HEADS[0] and tokens == VIDEOS[0][0] * VIDEOS[0][1]:
         calls["flex_attention compiled"] = flex(heads_first, mask)
     first = None
@@ -122,6 +123,10 @@ def radial(label: str, grid: tuple[int, int], q, k, v, decay: float, full: torch
         print(f"    {name:24} {took:9.3f} ms {note}", flush=True)
         rows.append({"case": label, "metric": name, "value": f"{took:.4f}", "unit": "ms", "note": note})
     return rows
+
+
+def _executed(found: sparse.SparseBackend, entry: object, call: Call, mask: BlockMask) -> torch.Tensor:
+    return sparse.run(found, entry, call, mask)[0].transpose(1, 2)
 
 
 def flex(heads_first, mask: BlockMask):
