@@ -84,10 +84,11 @@ class BlockMask:
     def _made(self) -> dict[tuple, Any]:
         return {}
 
-    @functools.cached_property
+    @property
     def plan(self) -> list[list[list["Run"]]]:
         """`plan[b][n]`: the runs of query blocks that share their key blocks; made once, waits for the device once."""
-        return [[_runs(keep, self.keep.device) for keep in heads] for heads in self.by_head.cpu()]
+        device = self.keep.device
+        return self.once(("plan",), lambda: [[_runs(keep, device) for keep in heads] for heads in self.by_head.cpu()])
 
 
 class TileLists(NamedTuple):

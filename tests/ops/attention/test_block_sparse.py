@@ -41,6 +41,19 @@ def run(q, k, v, mask, return_lse=True, scale=None):
     return out.transpose(1, 2), lse
 
 
+def test_a_plan_made_in_inference_mode_serves_training():
+    torch.manual_seed(0)
+    mask = BlockMask(random_keep(6, 6), 64, 384)
+    q, k, v = qkv(1, 384, heads=2)
+    with torch.inference_mode():
+        wanted, _ = run(q, k, v, mask)
+    k.requires_grad_(True)
+    out, _ = run(q, k, v, mask)
+    assert_close(out, wanted)
+    out.sum().backward()
+    assert k.grad.abs().sum() > 0
+
+
 SHAPES = {
     "odd length": ((), 1, 1000),
     "whole blocks": ((), 2, 640),
