@@ -1,5 +1,7 @@
 import inspect
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,14 +75,25 @@ def test_making_a_platform_touches_no_device(monkeypatch):
 
 
 def test_peak_memory_of_the_cpu_rises_and_is_reset():
-    CpuPlatform.reset_peak_memory_stats()
-    before = CpuPlatform.max_memory_allocated()
-    block = torch.ones(64 * 2**20, dtype=torch.uint8)
-    assert CpuPlatform.max_memory_allocated() >= before + 60 * 2**20
-    del block
+    # In a process of its own: here the heap holds freed pages that a block of any size may be made of.
+    program = """
+import torch
+from telefuser.platforms import CpuPlatform
+peak = CpuPlatform.max_memory_allocated
+CpuPlatform.reset_peak_memory_stats()
+before = peak()
+block = torch.ones(256 * 2**20, dtype=torch.uint8)
+held = peak()
+del block
+CpuPlatform.reset_peak_memory_stats()
+print(before, held, peak())
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    before, held, after = map(int, done.stdout.split())
+    assert held >= before + 240 * 2**20
     if sys.platform == "linux":
-        CpuPlatform.reset_peak_memory_stats()
-        assert CpuPlatform.max_memory_allocated() < before + 32 * 2**20
+        assert after < before + 64 * 2**20
 
 
 def test_cpu_memory_figures_are_consistent():
