@@ -104,6 +104,8 @@ class BackendTable:
         self._records: dict[Enum, Backend] = {}
         self._probed: dict[tuple, Entry | str] = {}
         self._broken: dict[Enum, str] = {}
+        self._failed: dict[Enum, set[str]] = {}
+        self._worked: set[Enum] = set()
         self._warned: set[tuple] = set()
 
     def register(self, record: Backend) -> Backend:
@@ -164,36 +166,53 @@ class BackendTable:
         self.warn_once((wanted, kind), text)
         return self._records[self.fallback]
 
-    def mark_broken(self, impl: Enum, error: Exception) -> None:
-        """Leave `impl` out for the rest of the process because its function failed, and say so once."""
-        self._broken[impl] = f"it failed when called: {_first_line(error)}"
-        self.warn_once((impl, "broken"), f"{self.title}: {impl.name} is left out: {self._broken[impl]}")
+    def mark_failed(self, impl: Enum, call: str, error: Exception) -> None:
+        """Leave `impl` out where `call` comes again, and everywhere once it failed at two kinds and never worked."""
+        reason = f"it failed when called: {_first_line(error)}"
+        failed = self._failed.setdefault(impl, set())
+        failed.add(call)
+        if len(failed) > 1 and impl not in self._worked:
+            self._broken[impl] = reason
+            self.warn_once((impl, "broken"), f"{self.title}: {impl.name} is left out: {reason}")
+        else:
+            self.warn_once((impl, call), f"{self.title}: {impl.name} is left out for {call}: {reason}")
 
     def run(
         self,
-        choose: Callable[[], tuple[Backend, Entry]],
+        choose: Callable[[frozenset[Enum]], tuple[Backend, Entry]],
         compute: Callable[[Backend, Entry], Any],
+        describe: Callable[[], str],
         first: tuple[Backend, Entry] | None = None,
         is_replaceable: bool = True,
     ) -> Any:
-        """`compute` with what `choose` names; a backend that fails is marked broken and `choose` asked for the next.
+        """`compute` with what `choose` names; a backend that fails is left out of such calls and the next one tried.
 
+        choose: gets the members that failed at such a call before, and names another.
+        describe: the call's shapes in words: calls of the same words are of one kind. Asked after a failure only.
         first: a choice that the caller has made already, tried before `choose` is asked.
         is_replaceable: False for a backend that was asked for by name; its error is then the caller's. So is one of
         the fallback, and running out of memory, which says nothing about the backend.
         """
-        record, entry = first or choose()
+        without = self._failed_at(describe()) if self._failed and is_replaceable else frozenset()
+        record, entry = first if first is not None and first[0].impl not in without else choose(without)
         while True:
             try:
-                return compute(record, entry)
+                result = compute(record, entry)
             except torch.OutOfMemoryError:
                 raise
             # A package can fail in any way. Nobody asked for it by name: the error is logged and the next one tried.
             except Exception as error:
                 if not is_replaceable or record.impl is self.fallback:
                     raise
-                self.mark_broken(record.impl, error)
-            record, entry = choose()
+                self.mark_failed(record.impl, describe(), error)
+            else:
+                self._worked.add(record.impl)
+                return result
+            without |= {record.impl}
+            record, entry = choose(without)
+
+    def _failed_at(self, call: str) -> frozenset[Enum]:
+        return frozenset(impl for impl, calls in self._failed.items() if call in calls)
 
     def warn_once(self, key: tuple, text: str) -> None:
         """Log `text` as a warning unless something was logged under `key` in this process."""
@@ -205,6 +224,8 @@ class BackendTable:
         """Drop every cached answer and given warning; for tests, and after a package was installed."""
         self._probed.clear()
         self._broken.clear()
+        self._failed.clear()
+        self._worked.clear()
         self._warned.clear()
 
 

@@ -187,12 +187,18 @@ def native_linear(
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _first_usable(device: torch.device, weight: torch.Tensor | None = None) -> tuple[GemmBackend, Entry, str]:
+def _first_usable(
+    device: torch.device,
+    weight: torch.Tensor | None = None,
+    without: frozenset[QuantKernelBackend] = frozenset(),
+) -> tuple[GemmBackend, Entry, str]:
     """The first of `ORDER` that multiplies on `device`, and takes `weight`, else NATIVE; why those before it do not."""
     reasons: dict[str, list[str]] = {}
     for impl in ORDER:
         record, found = TABLE.record(impl), TABLE.probe(impl, device)
         reason = found if isinstance(found, str) else record.refuses and record.refuses(device)
+        if impl in without:
+            reason = "it failed when called"
         if not reason and weight is not None:
             reason = record.refuses_weight(weight)
         if not reason:
@@ -205,14 +211,16 @@ def _joined(reasons: dict[str, list[str]]) -> str:
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
 
 
-def choose(device: torch.device, weight: torch.Tensor) -> tuple[GemmBackend, Entry]:
-    """The first of `ORDER` that is here and takes `weight` [N, K] for an x on `device`; else NATIVE.
+def choose(
+    device: torch.device, weight: torch.Tensor, without: frozenset[QuantKernelBackend] = frozenset()
+) -> tuple[GemmBackend, Entry]:
+    """The first of `ORDER` but `without` that is here and takes `weight` [N, K] for an x on `device`; else NATIVE.
 
     NATIVE on an accelerator is said once a process for each kind of reason; on a CPU it is what everyone expects.
     """
     platform = platforms.current_platform
     if device.type == platform.device_type:
-        record, found, reasons = _first_usable(device, weight)
+        record, found, reasons = _first_usable(device, weight, without)
         if record.impl is not TABLE.fallback:
             return record, found
         if not isinstance(platform, platforms.CpuPlatform):
@@ -243,8 +251,10 @@ def _multiply(choice, x, x_scale, weight, weight_scale, bias, dtype):
         return native_linear(x.to(dtype), weight, weight_scale, bias)
     rows, scales = x.reshape(-1, x.shape[-1]).contiguous(), x_scale.reshape(-1, 1).contiguous()
     out = TABLE.run(
-        lambda: choose(x.device, weight),
+        lambda without: choose(x.device, weight, without),
         lambda record, entry: _run(record, entry, rows, scales, weight, weight_scale, bias, dtype),
+        # The bias is there or not: cuBLAS has other kernels for it.
+        lambda: f"{len(rows)} rows of {rows.shape[1]} to {len(weight)}{'' if bias is None else ' with bias'}",
         first=choice,
     )
     return out.view(*x.shape[:-1], weight.shape[0])

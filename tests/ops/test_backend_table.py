@@ -43,6 +43,10 @@ def table_with(*sources, **declared):
     return table
 
 
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
 @pytest.fixture
 def on(monkeypatch):
     def use(platform):
@@ -216,15 +220,18 @@ def test_strict_raises_with_the_text_of_the_warning():
         table_with().fall_back(Kind.VENDOR, "it is gone", strict=True)
 
 
-def test_a_backend_that_failed_is_left_out_with_one_warning(on, package, caplog):
+def test_a_backend_that_fails_twice_and_never_worked_is_left_out(on, package, caplog):
     package("tfstub_vendor", "def add(x): return x")
     on(Gpu((9, 0)))
     table = table_with(Source("tfstub_vendor", "add"))
-    assert table.reason(Kind.VENDOR) is None
+    error = RuntimeError("no kernel image\nmore")
     for _ in range(2):
-        table.mark_broken(Kind.VENDOR, RuntimeError("no kernel image\nmore"))
+        table.mark_failed(Kind.VENDOR, "two numbers", error)
+    assert table.reason(Kind.VENDOR) is None
+    assert warnings(caplog) == ["addition: VENDOR is left out for two numbers: it failed when called: no kernel image"]
+    table.mark_failed(Kind.VENDOR, "three numbers", error)
     assert table.reason(Kind.VENDOR) == "it failed when called: no kernel image"
-    assert len(caplog.records) == 1
+    assert warnings(caplog)[1:] == ["addition: VENDOR is left out: it failed when called: no kernel image"]
     table.forget()
     assert table.reason(Kind.VENDOR) is None
 
@@ -233,13 +240,13 @@ def test_the_next_backend_runs_where_one_fails(caplog):
     table = table_with()
     ran = []
 
-    def choose():
-        name = Kind.VENDOR if table.reason(Kind.VENDOR) is None else Kind.PLAIN
-        return table.record(name), Entry()
+    def choose(without):
+        ok = table.reason(Kind.VENDOR) is None and Kind.VENDOR not in without
+        return table.record(Kind.VENDOR if ok else Kind.PLAIN), Entry()
 
-    def compute(record, entry, error=RuntimeError):
+    def compute(record, entry, error=RuntimeError, fails=True):
         ran.append(record.impl)
-        if record.impl is Kind.VENDOR:
+        if fails and record.impl is Kind.VENDOR:
             raise error("no kernel image")
         return 3
 
@@ -247,17 +254,27 @@ def test_the_next_backend_runs_where_one_fails(caplog):
         raise KeyError(record.impl.name)
 
     with pytest.raises(RuntimeError, match="no kernel image"):
-        table.run(choose, compute, is_replaceable=False)
+        table.run(choose, compute, lambda: "a", is_replaceable=False)
     with pytest.raises(torch.OutOfMemoryError):
-        table.run(choose, functools.partial(compute, error=torch.OutOfMemoryError))
+        table.run(choose, functools.partial(compute, error=torch.OutOfMemoryError), lambda: "a")
     # Neither says that the backend is broken.
-    assert table.reason(Kind.VENDOR) is None
+    assert caplog.records == []
     ran.clear()
-    assert table.run(choose, compute, first=(table.record(Kind.VENDOR), Entry())) == 3
+    vendor = (table.record(Kind.VENDOR), Entry())
+    assert table.run(choose, compute, lambda: "a", first=vendor) == 3
     assert ran == [Kind.VENDOR, Kind.PLAIN]
-    assert "VENDOR is left out: it failed when called: no kernel image" in caplog.text
+    ran.clear()
+    # Such a call does not try it again, whoever chose it; another does.
+    assert table.run(choose, compute, lambda: "a", first=vendor) == 3
+    assert table.run(choose, functools.partial(compute, fails=False), lambda: "b") == 3
+    assert ran == [Kind.PLAIN, Kind.VENDOR]
+    # It has worked once, so no failure takes it from the calls that it can do.
+    for call in "cde":
+        assert table.run(choose, compute, lambda call=call: call) == 3
+    assert table.reason(Kind.VENDOR) is None
+    assert [f"left out for {call}" in text for call, text in zip("acde", warnings(caplog))] == [True] * 4
     with pytest.raises(KeyError, match="PLAIN"):
-        table.run(choose, always_fails)
+        table.run(choose, always_fails, lambda: "f")
 
 
 def test_answers_follow_the_device_and_the_platform(on):

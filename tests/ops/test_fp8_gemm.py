@@ -165,6 +165,28 @@ def test_another_format_than_the_hardware_multiplies_goes_native(dtype, gpu):
     assert platform.calls == []
 
 
+def test_a_shape_that_pytorch_refuses_costs_the_others_nothing(gpu, monkeypatch, caplog):
+    # cuBLAS has no FP8 kernel for some numbers of rows, and says so only when it is called.
+    platform = gpu()
+    multiply, asked = torch._scaled_mm, []
+
+    def refuses_odd_rows(x, *rest, **options):
+        asked.append(len(x))
+        if len(x) % 2:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return multiply(x, *rest, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuses_odd_rows)
+    weight, scale, bias = layer(bias_dtype=torch.bfloat16)
+    for rows in (4, 5, 7, 5, 6):
+        x = torch.randn(rows, 64).bfloat16()
+        assert_close(fp8_linear(x, weight, scale, bias), exact(x, weight, scale, bias), "fp8_linear")
+    assert asked == [4, 5, 7, 6]
+    assert len(platform.calls) == 2
+    left_out = [text for text in warnings(caplog) if "TORCH_SCALED_MM is left out for" in text]
+    assert ["5 rows of 64 to 48 with bias" in left_out[0], "7 rows" in left_out[1], len(left_out)] == [True, True, 2]
+
+
 @pytest.fixture
 def with_kernels(gpu, interpreted_cuda, monkeypatch):
     """`gpu` of a machine that takes the package's Triton kernels, through the interpreter; `launched` counts them."""

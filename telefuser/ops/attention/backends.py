@@ -276,20 +276,23 @@ def triton_int8(entry: Entry, call: Call):
 def run_chosen(impl: AttnImplType, call: Call, strict: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out [B, N, Sq, Dv] and lse or None, by what `choose` names; AUTO goes on to the next where a package fails."""
     return TABLE.run(
-        lambda: choose(impl, call, strict),
+        lambda without: choose(impl, call, strict, without),
         lambda record, entry: run(record, entry, call),
+        call.describe,
         is_replaceable=impl is AttnImplType.AUTO,
     )
 
 
-def choose(impl: AttnImplType, call: Call, strict: bool = False) -> tuple[DenseBackend, Entry]:
-    """The record and function that compute `call` when `impl` is asked for.
+def choose(
+    impl: AttnImplType, call: Call, strict: bool = False, without: frozenset[AttnImplType] = frozenset()
+) -> tuple[DenseBackend, Entry]:
+    """The record and function that compute `call` when `impl` is asked for; AUTO passes over those in `without`.
 
     AUTO takes the first exact backend of its order that is here and takes the call, without a word. Another `impl`
     that cannot is replaced by TORCH_SDPA with one warning a process and kind of reason; with `strict`, ValueError.
     """
     if impl is AttnImplType.AUTO:
-        return _choose_auto(call)
+        return _choose_auto(call, without)
     if impl.takes_sparse_config:
         return _choose_without_pattern(impl, call, strict)
     found = TABLE.probe(impl, call.q.device)
@@ -320,8 +323,10 @@ def _choose_without_pattern(impl: AttnImplType, call: Call, strict: bool) -> tup
     return TABLE.fall_back(impl, reason, strict, kind), Entry()
 
 
-def _choose_auto(call: Call) -> tuple[DenseBackend, Entry]:
+def _choose_auto(call: Call, without: frozenset[AttnImplType] = frozenset()) -> tuple[DenseBackend, Entry]:
     for impl in auto_order(call.q.device):
+        if impl in without:
+            continue
         found = TABLE.probe(impl, call.q.device)
         if isinstance(found, Entry) and unsuitable(TABLE.record(impl), found, call) is None:
             return TABLE.record(impl), found

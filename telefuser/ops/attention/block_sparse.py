@@ -104,22 +104,32 @@ def block_sparse_attention(
         raise ValueError(f"the block mask {tuple(mask.keep.shape)} does not fit batch {batch} and {heads} heads")
     if mask.keep.device != call.q.device:
         raise ValueError(f"the block mask is on {mask.keep.device} and q on {call.q.device}; make it on q's device")
-    return TABLE.run(lambda: _choose(call, mask, quantised), lambda record, entry: run(record, entry, call, mask))
+    return TABLE.run(
+        lambda without: _choose(call, mask, quantised, without),
+        lambda record, entry: run(record, entry, call, mask),
+        call.describe,
+    )
 
 
-def _choose(call: Call, mask: BlockMask, quantised: bool) -> tuple[SparseBackend, Entry]:
+def _choose(
+    call: Call, mask: BlockMask, quantised: bool, without: frozenset[SparseExecutor] = frozenset()
+) -> tuple[SparseBackend, Entry]:
     if quantised:
         reasons = []
         for record in (record for record in TABLE if not record.is_exact):
             entry = TABLE.probe(record.impl, call.q.device)
             reason = entry if isinstance(entry, str) else refusal(record, call, mask)
+            if record.impl in without:
+                reason = "it failed when called"
             if reason is None:
                 return record, entry
             reasons.append(f"{record.impl.name} cannot be used: {reason}")
         TABLE.warn_once(("quantised",), f"sparse attention: {'; '.join(reasons)}. Exact instead.")
     for record in TABLE:
+        if not record.is_exact or record.impl in without:
+            continue
         entry = TABLE.probe(record.impl, call.q.device)
-        if record.is_exact and isinstance(entry, Entry) and refusal(record, call, mask) is None:
+        if isinstance(entry, Entry) and refusal(record, call, mask) is None:
             return record, entry
     return TABLE.record(TABLE.fallback), Entry()
 

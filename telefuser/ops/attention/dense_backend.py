@@ -29,6 +29,19 @@ class Call(NamedTuple):
     dropout: float = 0.0
     return_lse: bool = False
 
+    def describe(self) -> str:
+        """Its shapes and what it asks for, in words."""
+        sizes = " ".join(f"{name} {tuple(t.shape)}" for name, t in zip("qkv", (self.q, self.k, self.v)))
+        asked = {
+            "a mask": self.mask is not None,
+            "the causal form": self.is_causal,
+            "dropout": self.dropout > 0,
+            "the log-sum-exp": self.return_lse,
+            "gradients": needs_grad(self.q, self.k, self.v),
+        }
+        extras = " and ".join(name for name, is_asked in asked.items() if is_asked)
+        return f"{sizes} of {str(self.q.dtype).removeprefix('torch.')}" + (f" with {extras}" if extras else "")
+
 
 class Refusal(NamedTuple):
     """Why a backend does not take a call: what kind of reason, and the sentence."""
