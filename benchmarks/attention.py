@@ -11,6 +11,7 @@ inputs, whose scores have no structure that a pattern could follow: of a trained
 import argparse
 import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,7 +25,6 @@ from telefuser.ops.attention import block_sparse as sparse
 from telefuser.ops.attention.backends import TABLE, availability, describe_choice
 from telefuser.ops.attention.block_mask import BlockMask
 from telefuser.ops.attention.dense_backend import Call
-from telefuser.ops.attention.radial_attention_core import radial_block_mask
 from telefuser.ops.attention.sparse_attention import MaskMap
 from telefuser.platforms import current_platform
 
@@ -47,32 +47,42 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.float() - b.float()).norm() / b.float().norm()).item()
 
 
-def dense(label: str, q, k, v, timer: Timer) -> tuple[list[dict], torch.Tensor, float]:
-    """Rows of each exact backend and AUTO; AUTO's result and milliseconds."""
+def peak(call: Callable[[], object]) -> float:
+    """The most memory in GiB that exists during `call`, its inputs included."""
+    current_platform.empty_cache()
+    current_platform.reset_peak_memory_stats()
+    call()
+    return current_platform.max_memory_allocated() / 2**30
+
+
+def dense(label: str, q, k, v, timer: Timer) -> tuple[list[dict], torch.Tensor, float, float]:
+    """Rows of each exact backend and AUTO; AUTO's result, milliseconds and peak memory in GiB."""
     flops = 4 * q.shape[1] ** 2 * q.shape[2] * q.shape[3]
     usable = [impl for impl, reason in availability().items() if reason is None]
     usable = [impl for impl in usable if TABLE.record(impl) is not None and TABLE.record(impl).is_exact]
-    config = AttentionConfig(AttnImplType.AUTO)
-    wanted = attention(q, k, v, attention_config=config)
-    found, rows = {}, []
+    auto = functools.partial(attention, q, k, v, attention_config=AttentionConfig(AttnImplType.AUTO))
+    wanted = auto()
+    found = {}
     for impl in usable:
-        config_of = AttentionConfig(impl, strict=True)
+        call = functools.partial(attention, q, k, v, attention_config=AttentionConfig(impl, strict=True))
         try:
-            apart = distance(attention(q, k, v, attention_config=config_of), wanted)
+            apart = distance(call(), wanted)
             if not apart <= SAME:
                 raise ValueError(f"result is {apart:.1e} from AUTO's")
-            found[impl.name] = timer.milliseconds(functools.partial(attention, q, k, v, attention_config=config_of))
+            found[impl.name] = timer.milliseconds(call)
         except Exception as failure:  # noqa: BLE001
             # One package that does not take the call leaves the others to measure.
             print(f"    {impl.name}: {type(failure).__name__} {str(failure)[:120]}", flush=True)
-    auto = timer.milliseconds(lambda: attention(q, k, v, attention_config=config))
-    best = min(found.values(), default=auto)
-    print(f"{label}: AUTO {auto:.3f} ms ({auto / best:.3f} of the fastest)", flush=True)
-    for name, ms in {**found, "AUTO": auto}.items():
+    took = timer.milliseconds(auto)
+    most = peak(auto)
+    best = min(found.values(), default=took)
+    print(f"{label}: AUTO {took:.3f} ms ({took / best:.3f} of the fastest), peak {most:.2f} GiB", flush=True)
+    rows = [{"case": label, "metric": "AUTO, peak", "value": f"{most:.3f}", "unit": "GiB"}]
+    for name, ms in {**found, "AUTO": took}.items():
         print(f"    {name:20} {ms:9.3f} ms {flops / ms / 1e9:7.0f} TFLOP/s", flush=True)
         rows.append({"case": label, "metric": name, "value": f"{ms:.4f}", "unit": "ms"})
         rows[-1]["note"] = f"{flops / ms / 1e9:.0f} TFLOP/s"
-    return rows, wanted, auto
+    return rows, wanted, took, most
 
 
 def executors(device: torch.device) -> list[tuple[sparse.SparseBackend, object]]:
@@ -83,42 +93,53 @@ def executors(device: torch.device) -> list[tuple[sparse.SparseBackend, object]]
     return kernels or here
 
 
-def radial(label: str, grid: tuple[int, int], q, k, v, decay: float, full: torch.Tensor, ms: float, timer) -> list:
-    """Rows of each executor over a radial mask."""
-    tokens = q.shape[1]
+def radial(label: str, grid: tuple[int, int], qkv: list, decay: float, full: tuple, timer: Timer) -> list[dict]:
+    """Rows of each executor over a radial mask; full: the dense result, its milliseconds and its peak memory."""
+    q, tokens = qkv[0], qkv[0].shape[1]
+    wanted, dense_ms, dense_peak = full
     config = SparseAttentionConfig(sparse_impl=AttnImplType.RADIAL_ATTN, decay_factor=decay)
-    block = config.block_size
-    build = timer.milliseconds(lambda: radial_block_mask(tokens, grid[0], tokens, block, decay, "wan", q.device))
-    mask: BlockMask = MaskMap(tokens, grid[0]).block_mask(tokens, config, device=q.device)
-    flops = 4 * mask.density * tokens**2 * q.shape[2] * q.shape[3]
     label = f"{label}, radial decay {decay}"
-    rows = [{"case": label, "metric": "density", "value": f"{mask.density:.4f}", "unit": "of the blocks"}]
-    rows.append({"case": label, "metric": "mask building", "value": f"{build:.3f}", "unit": "ms"})
-    print(f"{label}: density {mask.density:.3f}, mask {build:.2f} ms", flush=True)
-    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+
+    def made_anew() -> BlockMask:
+        MaskMap.clear_cache()
+        return MaskMap(tokens, grid[0]).block_mask(tokens, config, device=q.device)
+
+    build = timer.milliseconds(made_anew)
+    plan = timer.milliseconds(lambda: made_anew().lists(config.block_size, config.block_size)) - build
+    mask = made_anew()
+    flops = 4 * mask.density * tokens**2 * q.shape[2] * q.shape[3]
+    print(f"{label}: density {mask.density:.3f}, mask {build:.2f} ms, its lists {plan:.2f} ms", flush=True)
+    rows = [
+        {"case": label, "metric": "density", "value": f"{mask.density:.4f}", "unit": "of the pairs"},
+        {"case": label, "metric": "mask building", "value": f"{build:.3f}", "unit": "ms"},
+        {"case": label, "metric": "lists of the mask", "value": f"{plan:.3f}", "unit": "ms"},
+    ]
+    heads_first = [t.transpose(1, 2) for t in qkv]
     call = Call(*heads_first, None, q.shape[-1] ** -0.5)
-    calls = {}
+    makers: dict[str, Callable] = {}
     for found, entry in executors(q.device):
         if (reason := sparse.refusal(found, call, mask)) is not None:
             print(f"    {found.impl.name}: {reason}", flush=True)
             continue
-        calls[found.impl.name] = functools.partial(_executed, found, entry, call, mask)
+        makers[found.impl.name] = lambda pair=(found, entry): functools.partial(_executed, *pair, call, mask)
     if timer.module is not None and q.shape[2] == HEADS[0] and tokens == VIDEOS[0][0] * VIDEOS[0][1]:
-        calls["flex_attention compiled"] = flex(heads_first, mask)
+        makers["flex_attention compiled"] = lambda: flex(heads_first, mask)
     first = None
-    for name, run in calls.items():
+    for name, make in makers.items():
         try:
+            run = make()
             out = run()
             first = out if first is None else first
-            apart, lost = distance(out, first), distance(out, full)
+            apart, lost = distance(out, first), distance(out, wanted)
             if not apart <= SAME:
                 raise ValueError(f"result is {apart:.1e} from the first executor's")
-            took = timer.milliseconds(run)
+            took, most = timer.milliseconds(run), peak(run)
         except Exception as failure:  # noqa: BLE001
             print(f"    {name}: {type(failure).__name__} {str(failure)[:160]}", flush=True)
             continue
         note = (
-            f"{flops / took / 1e9:.0f} TFLOP/s on kept blocks, {ms / took:.2f}x dense, difference to dense {lost:.3f}"
+            f"{flops / took / 1e9:.0f} TFLOP/s on kept blocks, {dense_ms / took:.2f}x dense, difference to dense "
+            f"{lost:.3f}, peak {most / dense_peak:.2f} of dense"
         )
         print(f"    {name:24} {took:9.3f} ms {note}", flush=True)
         rows.append({"case": label, "metric": name, "value": f"{took:.4f}", "unit": "ms", "note": note})
@@ -129,23 +150,26 @@ def _executed(found: sparse.SparseBackend, entry: object, call: Call, mask: Bloc
     return sparse.run(found, entry, call, mask)[0].transpose(1, 2)
 
 
-def flex(heads_first, mask: BlockMask):
+def flex(heads_first: list[torch.Tensor], mask: BlockMask) -> Callable[[], torch.Tensor]:
     """PyTorch's compiled flex_attention over the same blocks; its mask holds whole blocks, so tokens are padded."""
-    from torch.nn.attention.flex_attention import BlockMask as FlexMask
     from torch.nn.attention.flex_attention import flex_attention
 
-    tokens, size = mask.tokens, mask.block_size
-    padded = -(-tokens // size) * size
-    q, k, v = (F.pad(t, (0, 0, 0, padded - tokens)).contiguous() for t in heads_first)
-    keep = mask.keep[None, None]
-    counts = keep.sum(-1, dtype=torch.int32)
-    order = keep.to(torch.int32).argsort(-1, descending=True, stable=True).to(torch.int32)
-    blocks = FlexMask.from_kv_blocks(
+    blocks, attend = flex_mask(mask), torch.compile(flex_attention)
+    q, k, v = (F.pad(t, (0, 0, 0, -mask.tokens % mask.block_size)).contiguous() for t in heads_first)
+    # Padding keys are attended to here, which changes the last digits only: 8 of 32768.
+    return lambda: attend(q, k, v, block_mask=blocks)[:, :, : mask.tokens].transpose(1, 2)
+
+
+def flex_mask(mask: BlockMask):
+    """`mask`, the same for all heads, as flex_attention's BlockMask."""
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    size = mask.block_size
+    counts, order, _ = mask.lists(size, size)
+    padded = counts.shape[-1] * size
+    return FlexMask.from_kv_blocks(
         torch.zeros_like(counts), torch.zeros_like(order), counts, order, BLOCK_SIZE=size, seq_lengths=(padded, padded)
     )
-    # Padding keys are attended to here, which changes the last digits only: 8 of 32768.
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(q, k, v, block_mask=blocks)[:, :, :tokens].transpose(1, 2)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -168,9 +192,9 @@ def main(arguments: list[str] | None = None) -> None:
             tokens = grid[0] * grid[1]
             label = f"{tokens} tokens, {count} heads of {HEAD_DIM}"
             q, k, v = qkv(tokens, count, device, dtype)
-            rows, full, ms = dense(label, q, k, v, timer)
+            rows, *full = dense(label, q, k, v, timer)
             for decay in DECAYS:
-                rows += radial(label, grid, q, k, v, decay, full, ms, timer)
+                rows += radial(label, grid, [q, k, v], decay, full, timer)
             if not options.smoke:
                 record.append("attention", rows, options.results)
 
