@@ -21,22 +21,12 @@ from telefuser.kernel.triton.rows import (
     load,
     pieces,
     spread,
-    tile,
+    tile_pair,
     token_views,
     vector,
 )
 
 BLOCK_OF_WIDE_ROWS = 4096
-
-
-@jit
-def _pair(x, y, rows, last, x_step, y_step, cols, mask):
-    """The rows of x and of y as stored; without y x's twice."""
-    v = tile(x, rows, last, x_step, cols, mask)
-    if y is not None:
-        return v, tile(y, rows, last, y_step, cols, mask)
-    else:
-        return v, v
 
 
 @jit
@@ -130,18 +120,18 @@ def _norm_kernel(
             gate_tail = _gate(gate, now, last, 0, tail, mask, True)
             factor_tail = _factor(weight, scale, now, last, 0, tail, mask, True)
             offset_tail = _offset(bias, scale, shift, now, last, 0, 0, tail, mask, True)
-    next_v, next_y = _pair(x, y, now, last, x1, y1, head, None)
+    next_v, next_y = tile_pair(x, y, now, last, x1, y1, head, None)
     if TAIL > 0:
-        next_w, next_z = _pair(x, y, now, last, x1, y1, tail, mask)
+        next_w, next_z = tile_pair(x, y, now, last, x1, y1, tail, mask)
     for start in range(first, last, TILE):
         now = start + lanes
         v, added = next_v, next_y
         if AHEAD:
-            next_v, next_y = _pair(x, y, now + TILE, last, x1, y1, head, None)
+            next_v, next_y = tile_pair(x, y, now + TILE, last, x1, y1, head, None)
         if TAIL > 0:
             w, added_w = next_w, next_z
             if AHEAD:
-                next_w, next_z = _pair(x, y, now + TILE, last, x1, y1, tail, mask)
+                next_w, next_z = tile_pair(x, y, now + TILE, last, x1, y1, tail, mask)
         if not SHARED:
             gate_head = _gate(gate, now, last, gate1, head, None, False)
         v = _residual(v, y, added, gate_head, total, now, last, width, head, None)

@@ -13,7 +13,7 @@ import torch
 from telefuser.kernel import constexpr, jit, tl
 from telefuser.kernel.triton import launch
 from telefuser.kernel.triton.activation import ACTIVATIONS, activated
-from telefuser.kernel.triton.rows import check, contiguous_like, load, pieces, tile
+from telefuser.kernel.triton.rows import check, contiguous_like, load, pieces, tile_pair
 
 FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 BLOCK_OF_WIDE_ROWS = 8192
@@ -52,15 +52,6 @@ def row_factors(peaks, scales, rows, last, unit, smallest):
 
 
 @jit
-def _value(x, y, rows, last, x_step, y_step, cols, mask):
-    v = tile(x, rows, last, x_step, cols, mask)
-    if y is not None:
-        return v, tile(y, rows, last, y_step, cols, mask)
-    else:
-        return v, v
-
-
-@jit
 def _of_pair(v, w, y, ACTIVATION: constexpr):
     v = v.to(tl.float32)
     if ACTIVATION is not None:
@@ -80,11 +71,11 @@ def _quantize_rows_kernel(
     last = tl.minimum(first + rows, count)
     lanes = tl.arange(0, TILE)
     head = tl.arange(0, HEAD)
-    next_v, next_y = _value(x, y, first + lanes, last, x_step, y_step, head, None)
+    next_v, next_y = tile_pair(x, y, first + lanes, last, x_step, y_step, head, None)
     if TAIL > 0:
         tail = HEAD + tl.arange(0, TAIL)
         mask = None if WHOLE else tail < width
-        next_w, next_z = _value(x, y, first + lanes, last, x_step, y_step, tail, mask)
+        next_w, next_z = tile_pair(x, y, first + lanes, last, x_step, y_step, tail, mask)
     for start in range(first, last, TILE):
         now = start + lanes
         there = (now < last)[:, None]
@@ -93,11 +84,11 @@ def _quantize_rows_kernel(
             w = _of_pair(next_w, next_z, y, ACTIVATION)
         # The next rows are on their way while these are computed.
         if AHEAD:
-            next_v, next_y = _value(x, y, now + TILE, last, x_step, y_step, head, None)
+            next_v, next_y = tile_pair(x, y, now + TILE, last, x_step, y_step, head, None)
         peaks = row_peaks(v)
         if TAIL > 0:
             if AHEAD:
-                next_w, next_z = _value(x, y, now + TILE, last, x_step, y_step, tail, mask)
+                next_w, next_z = tile_pair(x, y, now + TILE, last, x_step, y_step, tail, mask)
             peaks = tl.maximum(peaks, row_peaks(w))
         factors = row_factors(peaks, scales, now, last, unit, smallest)
         at = out + now.to(tl.int64)[:, None] * width

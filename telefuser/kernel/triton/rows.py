@@ -46,6 +46,16 @@ def tile(pointer, rows, last, step, cols, mask):
 
 
 @jit
+def tile_pair(x, y, rows, last, x_step, y_step, cols, mask):
+    """The tiles of x and of y; without y x's twice."""
+    v = tile(x, rows, last, x_step, cols, mask)
+    if y is not None:
+        return v, tile(y, rows, last, y_step, cols, mask)
+    else:
+        return v, v
+
+
+@jit
 def vector(pointer, rows, last, step, cols, mask, SHARED: constexpr):
     """What stands beside a tile in float32: [1, cols] that all rows share, or [rows, cols]."""
     if SHARED:
