@@ -1,5 +1,5 @@
-"""Attention at Wan's sizes: every exact dense backend beside the one that AUTO takes, and every sparse executor on the
-blocks that radial attention keeps.
+"""Attention at Wan's sizes: every exact dense backend beside the one that AUTO takes, over the video's own tokens and
+over a text's, and every sparse executor on the blocks that radial attention keeps.
 
     python -m benchmarks attention            S = 32760 and 75600, 12 and 40 heads of 128, appended to the results
     python -m benchmarks attention --smoke    tiny, to see that it runs; records nothing
@@ -32,6 +32,8 @@ from telefuser.platforms import current_platform
 VIDEOS = ((21, 1560), (21, 3600))
 HEADS = (12, 40)
 HEAD_DIM = 128
+# Of a prompt: what cross-attention attends to.
+TEXT_TOKENS = 512
 DECAYS = (0.2, 0.5, 1.0)
 # Relative L2 distance to the first backend: bfloat16 results of float32 sums in another order.
 SAME = 5e-3
@@ -57,7 +59,7 @@ def peak(call: Callable[[], object]) -> float:
 
 def dense(label: str, q, k, v, timer: Timer) -> tuple[list[dict], torch.Tensor, float, float]:
     """Rows of each exact backend and AUTO; AUTO's result, milliseconds and peak memory in GiB."""
-    flops = 4 * q.shape[1] ** 2 * q.shape[2] * q.shape[3]
+    flops = 4 * q.shape[1] * k.shape[1] * q.shape[2] * q.shape[3]
     usable = [impl for impl, reason in availability().items() if reason is None]
     usable = [impl for impl in usable if TABLE.record(impl) is not None and TABLE.record(impl).is_exact]
     auto = functools.partial(attention, q, k, v, attention_config=AttentionConfig(AttnImplType.AUTO))
@@ -192,7 +194,10 @@ def main(arguments: list[str] | None = None) -> None:
             tokens = grid[0] * grid[1]
             label = f"{tokens} tokens, {count} heads of {HEAD_DIM}"
             q, k, v = qkv(tokens, count, device, dtype)
-            rows, *full = dense(label, q, k, v, timer)
+            keys, values = qkv(TEXT_TOKENS, count, device, dtype)[1:]
+            rows = dense(f"{tokens} over {TEXT_TOKENS} tokens, {count} heads of {HEAD_DIM}", q, keys, values, timer)[0]
+            found, *full = dense(label, q, k, v, timer)
+            rows += found
             for decay in DECAYS:
                 rows += radial(label, grid, [q, k, v], decay, full, timer)
             if not options.smoke:

@@ -10,6 +10,7 @@ def test_smoke_prints_each_decay_and_records_nothing(tmp_path, capsys):
     attention.main(["--smoke", "--results", str(tmp_path)])
     text = capsys.readouterr().out
     assert "320 tokens, 2 heads of 128: AUTO" in text
+    assert "320 over 512 tokens, 2 heads of 128: AUTO" in text
     for decay in attention.DECAYS:
         assert f"radial decay {decay}: density 0." in text
     assert text.count("TORCH_BLOCKED") == len(attention.DECAYS)
