@@ -1,7 +1,7 @@
 """Ends all processes of a job when one of them ends early; `Job` keeps one, and no part of a computation goes this way.
 
 Process 0 listens and every other holds one connection to it. The kernel closes the connection of a killed process at
-once and gives up a silent host after 8 s. Heartbeats would take a process for dead that holds the interpreter for as
+once and gives up a silent host after 5 s. Heartbeats would take a process for dead that holds the interpreter for as
 long, as loading and compiling do on a busy machine; the kernel answers for it meanwhile.
 """
 
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 # The first process may meanwhile be keeping the latents of a video that all of them failed to decode.
 SETTLE = 2.0
 # After that (or after a signal) the main thread may clean up for this long; then the process is ended from here. Below
-# 10 s together with SETTLE and the 8 s of a silent host less the 2 s in which a live one is not probed.
+# 10 s together with the 5 s after which a silent host is given up.
 GRACE = 4.0
 _START_LIMIT = 300.0
-_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 8000}
+_KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 5000}
 
 
 @dataclass(frozen=True)

@@ -134,26 +134,26 @@ def child(rank, size, port, body, folder):
     os._exit(code)
 
 
-def start(body, size, folder):
-    # Port 0: the system gives a free one, so that jobs beside this one cannot collide with it.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def start(body, size, port, folder):
     pids = []
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            child(rank, size, store.port, body, folder)
+            child(rank, size, port, body, folder)
         pids.append(pid)
-    return store, pids
+    return pids
 
 
 def main(names):
     with tempfile.TemporaryDirectory() as top:
-        stores, processes, found = [], {}, {}
-        for name in names:
+        processes, found = {}, {}
+        # Port 0: the system gives a free one, so that jobs beside these cannot collide with them. All before the first
+        # fork, for a store has a thread, and a process forked while it works may get a lock that nobody opens.
+        stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in names]
+        for name, store in zip(names, stores):
             folder = Path(top) / name
             folder.mkdir()
-            store, pids = start(*SCENARIOS[name], folder)
-            stores.append(store)
+            pids = start(*SCENARIOS[name], store.port, folder)
             found[name] = {"codes": [None] * len(pids), "last": 0.0, "first": None}
             processes.update({pid: (name, rank) for rank, pid in enumerate(pids)})
         while processes:

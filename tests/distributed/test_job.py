@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the processes a
 @pytest.fixture(scope="module")
 def jobs():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # stderr is for the line that the job writes
     program = [sys.executable, "-m", "tests.distributed.job_program"]
     done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
