@@ -111,7 +111,7 @@ class Case:
         difference = (self.forward(state).double() - dense).norm() / dense.norm()
         attn = self.model.blocks[0].self_attn
         shape = 1, attn.num_heads, self.tokens, self.model.dim // attn.num_heads
-        executor = name_executor(shape, attn.q.bias.dtype, device, mask, sparse.use_sage_attention)
+        executor = name_executor(shape, attn.projections[0].bias.dtype, device, mask, sparse.use_sage_attention)
         self.write(who, later, "ms", executor)
         self.write(f"{who}, density", mask.density, "")
         self.write(f"{who}, difference to dense", difference.item(), "relative")

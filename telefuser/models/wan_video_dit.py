@@ -22,7 +22,8 @@ from telefuser.ops.activations import GELUTanh
 from telefuser.ops.attention import SparseAttentionState, attention, long_context_attention
 from telefuser.ops.ffn import linear_gelu_tanh
 from telefuser.ops.normalization import LayerNorm, RMSNorm
-from telefuser.ops.quantized_linear import LinearFP8
+from telefuser.ops.quantized_linear import LinearFP8, merge_children
+from telefuser.ops.quantized_rows import QuantizedRows
 from telefuser.ops.residual_norm import add_gated, add_layer_norm_modulate, layer_norm_modulate
 from telefuser.ops.rotary import rms_norm_rotary
 from telefuser.ops.sequence_parallel import TokenSplit, sequence_parallel_mesh, split_tokens
@@ -136,14 +137,27 @@ class SelfAttention(nn.Module):
         self.o = nn.Linear(dim, dim)
         self.norm_q = RMSNorm(dim, eps=eps)
         self.norm_k = RMSNorm(dim, eps=eps)
+        # What `WanModel.merge_projections` makes of q, k and v.
+        self.qkv = None
         self.attention_config: AttentionConfig | None = None
+
+    @property
+    def projections(self) -> tuple[nn.Linear | LinearFP8, ...]:
+        """The layers that make queries, keys and values of the video's tokens."""
+        return (self.q, self.k, self.v) if self.qkv is None else (self.qkv,)
+
+    def project(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, S, C] of x, neither normed nor split into heads."""
+        if self.qkv is not None:
+            return self.qkv(x).chunk(3, dim=-1)
+        return self.q(x), self.k(x), self.v(x)
 
     def split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1))  # [B, S, N, D]
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         rope: tuple[Tensor, Tensor],
         split: TokenSplit | None = None,
         sparse_state: SparseAttentionState | None = None,
@@ -154,8 +168,9 @@ class SelfAttention(nn.Module):
         """
         config = self.attention_config if sparse_state is None else sparse_state.attention_config
         weights = self.norm_q.weight, self.norm_k.weight
-        q, k = rms_norm_rotary(self.q(x), self.k(x), *weights, rope, self.num_heads, self.norm_q.eps)  # [B, S, N, D]
-        v = self.split_heads(self.v(x))
+        q, k, v = self.project(x)
+        q, k = rms_norm_rotary(q, k, *weights, rope, self.num_heads, self.norm_q.eps)  # [B, S, N, D]
+        v = self.split_heads(v)
         if split is None:
             out = attention(q, k, v, attention_config=config, sparse_state=sparse_state)
         else:
@@ -213,7 +228,7 @@ class WanBlock(nn.Module):
         # Every norm takes the residual addition before it along and gives what the next projection computes in, so that
         # the fp32 stream is read and written once between two projections.
         norm1, norm2, norm3 = self.norm1, self.norm2, self.norm3
-        dtype = _input_dtype(x, self.self_attn.q, self.self_attn.k, self.self_attn.v)
+        dtype = _input_dtype(x, *self.self_attn.projections)
         h = layer_norm_modulate(x, shift1, scale1, eps=norm1.eps, out_dtype=dtype)
         h = self.self_attn(h, rope, split, sparse_state)
         dtype = _input_dtype(x, self.cross_attn.q)
@@ -358,6 +373,19 @@ class WanModel(nn.Module):
         for block in self.blocks:
             block.self_attn.attention_config = config
             block.cross_attn.attention_config = None if config is not None and config.is_sparse() else config
+
+    def merge_projections(self) -> None:
+        """Make queries, keys and values of self-attention by one FP8 product instead of three, where all are FP8.
+
+        The wider it is, the faster: 1536 to 1536 runs at 1110 TFLOP/s on an H200, 1536 to 8960 at 1328. The weights
+        move once, their values and the keys of state dicts stay. Call it when the weights are loaded.
+        """
+        for block in self.blocks:
+            attn = block.self_attn
+            linears = attn.projections
+            is_fp8 = len(linears) == 3 and all(isinstance(linear, LinearFP8) for linear in linears)
+            if is_fp8 and len({linear.weight.dtype for linear in linears}) == 1:
+                merge_children(attn, ("q", "k", "v"), "qkv")
 
     def enable_usp(self, device_mesh: DeviceMesh | None = None) -> None:
         """Share the tokens of every forward pass from now on among the processes of `device_mesh`.

@@ -4,6 +4,7 @@ Inference only: the weight is a constant. A gradient reaches the input and the b
 """
 
 import copy
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +48,9 @@ class LinearFP8(nn.Module):
     there the layer takes the variant that belongs to what is asked for.
     Raises ValueError for another `data_type`, and for a weight that is quantised, integer, NaN or infinite.
     """
+
+    # How many layers it stands for, where `merge_linears` made it.
+    num_parts = 1
 
     def __init__(self, original_linear: nn.Linear, data_type: torch.dtype = torch.float8_e4m3fn):
         super().__init__()
@@ -264,14 +268,59 @@ def merge_linears(layers: Sequence[LinearFP8]) -> LinearFP8:
                 f"features, {first.weight.dtype} on {first.weight.device} beside {kind[0]}, {kind[1]} on {kind[2]}"
             )
     with torch.no_grad():
-        # torch.cat has no FP8 form on some devices; bytes it joins everywhere.
-        weight = torch.cat([layer.weight.view(torch.uint8) for layer in layers]).view(first.weight.dtype)
+        weight = _joined([layer.weight for layer in layers])
         scale, bias = torch.cat([layer.weight_scale for layer in layers]), None
         if any(layer.bias is not None for layer in layers):
             wide = next(layer.bias for layer in layers if layer.bias is not None)
             zeros = [wide.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
             bias = torch.cat(zeros)
-    return LinearFP8.from_quantized(weight, scale, bias, first.compute_dtype).train(first.training)
+    merged = LinearFP8.from_quantized(weight, scale, bias, first.compute_dtype).train(first.training)
+    merged.num_parts = sum(layer.num_parts for layer in layers)
+    return merged
+
+
+def merge_children(parent: nn.Module, names: Sequence[str], merged: str) -> None:
+    """Replace the LinearFP8s `names` of `parent` by the one that `merge_linears` makes of them, as its child `merged`.
+
+    State dicts keep the keys of the single layers, written and read. The old weights are freed. ValueError as for
+    `merge_linears`, and where only some have a bias.
+    """
+    layers = [getattr(parent, name) for name in names]
+    if len({getattr(layer, "bias", None) is None for layer in layers}) > 1:
+        raise ValueError(f"{', '.join(names)}: some have a bias and some have none; merge_children joins layers alike")
+    setattr(parent, merged, merge_linears(layers))
+    parts = {name: layer.out_features for name, layer in zip(names, layers)}
+    for name in names:
+        delattr(parent, name)
+    parent.register_state_dict_post_hook(functools.partial(_split_keys, merged, parts))
+    parent.register_load_state_dict_pre_hook(functools.partial(_join_keys, merged, parts))
+
+
+def _split_keys(merged: str, parts: dict[str, int], module: nn.Module, state: dict, prefix: str, *rest: Any) -> None:
+    """A state dict with a merged layer becomes one with its parts, as views of it."""
+    for kind in ("weight", "weight_scale", "bias"):
+        tensor = state.pop(f"{prefix}{merged}.{kind}", None)
+        if tensor is not None:
+            state.update({f"{prefix}{name}.{kind}": t for name, t in zip(parts, tensor.split(list(parts.values())))})
+
+
+def _join_keys(merged: str, parts: dict[str, int], module: nn.Module, state: dict, prefix: str, *rest: Any) -> None:
+    """And back. What is missing is said of the merged layer."""
+    for kind in ("weight", "weight_scale", "bias"):
+        keys = {f"{prefix}{name}.{kind}": rows for name, rows in parts.items()}
+        if all(key in state for key in keys):
+            tensors = [state.pop(key) for key in keys]
+            if kind == "weight_scale":
+                tensors = [_column(tensor, rows) for tensor, rows in zip(tensors, keys.values())]
+            state[f"{prefix}{merged}.{kind}"] = _joined(tensors)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors one after another; torch.cat has no FP8 form on some devices, bytes it joins everywhere."""
+    dtype = parts[0].dtype
+    if dtype not in FP8_DTYPES or any(part.dtype is not dtype for part in parts):
+        return torch.cat(list(parts))
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,6 @@ def _stays_float32(name: str) -> bool:
 
 def describe(model: nn.Module) -> str | None:
     """What the FP8 layers of a loaded model are to the others; None where it has none."""
-    kinds = [type(module) for module in model.modules() if isinstance(module, nn.Linear | LinearFP8)]
-    if not (count := kinds.count(LinearFP8)):
-        return None
-    return f"{count} of {len(kinds)} linear layers in FP8"
+    in_fp8 = sum(module.num_parts for module in model.modules() if isinstance(module, LinearFP8))
+    wide = sum(isinstance(module, nn.Linear) for module in model.modules())
+    return f"{in_fp8} of {in_fp8 + wide} linear layers in FP8" if in_fp8 else None

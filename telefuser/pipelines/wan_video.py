@@ -192,6 +192,7 @@ class WanPipeline:
                 fp32_fragments=WanModel.FP32_PARAMETERS,
                 quantize=quantize_weight,
             )
+            dit.merge_projections()
             if not impl.takes_sparse_config:
                 dense = attention if isinstance(attention, AttentionConfig) else AttentionConfig(attn_impl=impl)
                 dit.set_attention_config(dense)
@@ -351,7 +352,7 @@ class WanPipeline:
             )
         if logger.isEnabledFor(logging.INFO):
             # The bias: a quantised weight has another dtype than the activations.
-            line = describe_attention(config, self._run(request), self.device, first.q.bias.dtype)
+            line = describe_attention(config, self._run(request), self.device, first.projections[0].bias.dtype)
             logger.info("attention %s", line)
         return None if asked is None else config
 

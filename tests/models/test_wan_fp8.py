@@ -45,9 +45,32 @@ def test_the_velocity_stays_close(dtype, machine):
     assert rel_error(out[:1], one) < 10 * tolerance("matmul", dtype)
 
 
-def test_a_block_is_one_graph(machine):
+def test_merged_projections_compute_the_same(machine):
+    wan, given = model(torch.bfloat16), (latents(2), torch.tensor([300.0, 800.0]), text(2, 5))
+    wanted, keys, size = wan(*given), wan.state_dict().keys(), sum(t.nbytes for t in wan.parameters())
+    for _ in range(2):  # the second time there is nothing left to do
+        wan.merge_projections()
+        assert [name for name, _ in wan.blocks[1].self_attn.named_children()] == ["o", "norm_q", "norm_k", "qkv"]
+    assert rel_error(wan(*given), wanted) < tolerance("model", torch.bfloat16)
+    assert wan.state_dict().keys() == keys
+    assert sum(t.nbytes for t in wan.parameters()) == size
+    wan.half()
+    assert wan.blocks[0].self_attn.qkv.weight.dtype is torch.float8_e4m3fn
+
+
+def test_what_is_not_fp8_is_not_merged():
+    wan = model(fp8=False)
+    replace_linear_layers(wan, include=("self_attn.q", "self_attn.k"))
+    wan.merge_projections()
+    assert wan.blocks[0].self_attn.qkv is None
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_a_block_is_one_graph(machine, is_merged):
     # B114: each linear is one opaque node where the machine multiplies FP8, and none elsewhere
     wan, graphs = model(torch.bfloat16), []
+    if is_merged:
+        wan.merge_projections()
 
     def look(graph, example_inputs):
         graphs.append([str(node.target) for node in graph.graph.nodes])
@@ -78,14 +101,18 @@ def test_the_whole_model_is_one_graph(machine):
 
 def test_producers_quantise_what_their_linears_take(gpu, monkeypatch):
     """Only attention's two results take a quantising pass; norms and the GELU hand on FP8 rows themselves."""
-    gpu()
+    platform = gpu()
     passes, wan = [], model(torch.bfloat16)
+    wan.merge_projections()
     quantise = fp8_gemm.quantize_rows
     monkeypatch.setattr(fp8_gemm, "quantize_rows", lambda x, dtype: passes.append(x.shape) or quantise(x, dtype))
     given = latents(), torch.tensor([300.0]), wan.prepare_context(text(1, 5))
     passes.clear()
+    platform.calls.clear()
     wan(*given)
     assert len(passes) == 2 * len(wan.blocks)
+    # qkv, o, the text's q and o, and the two of the feed-forward.
+    assert len(platform.calls) == 6 * len(wan.blocks)
     assert {shape[-1] for shape in passes} == {TINY["dim"]}
     # A gradient would be lost on the way through FP8 rows.
     x = given[0].requires_grad_()

@@ -1,13 +1,14 @@
 """`LinearFP8` fed with rows that are quantised already, and several layers merged into one."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from telefuser.ops.fp8_quantization import dequantize_rows, quantize_rows
-from telefuser.ops.quantized_linear import LinearFP8, merge_linears
+from telefuser.ops.quantized_linear import LinearFP8, merge_children, merge_linears
 from telefuser.ops.quantized_rows import QuantizedRows
 from tests.ops.fp8_machines import fresh_table, gpu
 from tests.tolerances import assert_close
@@ -139,3 +140,41 @@ def test_layers_that_do_not_belong_together_are_refused():
         merge_linears([layer, LinearFP8(nn.Linear(32, 32))])
     with pytest.raises(ValueError, match="e5m2"):
         merge_linears([layer, LinearFP8(nn.Linear(64, 32), torch.float8_e5m2)])
+
+
+def parent(sizes=(48, 48, 32), bias=True):
+    made = nn.Module()
+    for name, size in zip("qkv", sizes):
+        made.add_module(name, LinearFP8(nn.Linear(64, size, bias=bias).bfloat16()))
+    return made
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_state_dicts_of_merged_children_are_those_of_the_parts(bias):
+    model = nn.Sequential(parent(bias=bias))
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    merge_children(model[0], "qkv", "all")
+    assert [name for name, _ in model[0].named_children()] == ["all"]
+    twin = copy.deepcopy(model)
+    for kept in (model, twin, pickle.loads(pickle.dumps(model))):
+        state = kept.state_dict()
+        assert state.keys() == before.keys()
+        assert all(torch.equal(state[key].view(torch.uint8), before[key].view(torch.uint8)) for key in before)
+    # Back in, also with a scale of one number, and nothing else than the parts.
+    other = nn.Sequential(parent(bias=bias)).state_dict()
+    other["0.k.weight_scale"] = torch.tensor(0.5)
+    twin.load_state_dict(other)
+    assert torch.equal(twin[0].all.weight[48:96].view(torch.uint8), other["0.k.weight"].view(torch.uint8))
+    assert twin[0].all.weight_scale[48:96].eq(0.5).all()
+    assert not torch.equal(twin[0].all.weight.view(torch.uint8), model[0].all.weight.view(torch.uint8))
+    for missing in ("0.v.weight", "0.q.weight_scale"):
+        with pytest.raises(RuntimeError, match=missing.rpartition(".")[2]):
+            twin.load_state_dict({key: tensor for key, tensor in before.items() if key != missing})
+
+
+def test_children_of_different_kinds_are_not_merged():
+    mixed = parent()
+    mixed.v = LinearFP8(nn.Linear(64, 32, bias=False).bfloat16())
+    with pytest.raises(ValueError, match="some have none"):
+        merge_children(mixed, "qkv", "all")
+    assert [name for name, _ in mixed.named_children()] == ["q", "k", "v"]

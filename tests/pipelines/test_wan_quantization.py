@@ -14,12 +14,12 @@ from telefuser.core import checkpoint
 from telefuser.core.config import QuantConfig, QuantType
 from telefuser.core.model_loading import load_model
 from telefuser.models.wan_video_dit import WAN_DIT_SIZES, WanModel
-from telefuser.ops.fp8_quantization import quantize_weight
+from telefuser.ops.fp8_quantization import FP8_DTYPES, quantize_weight
 from telefuser.ops.quantized_linear import LinearFP8, replace_linear_layers
 from telefuser.pipelines import placement, wan_quantization
 from telefuser.pipelines.wan_video import WanPipeline, _weight_bytes
 from tests.pipelines.conftest import DIT, write_checkpoint
-from tests.tolerances import rel_error
+from tests.tolerances import assert_close, rel_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -30,7 +30,8 @@ def quantised(tiny_folder):
 
 
 def fp8_names(model):
-    return {name for name, module in model.named_modules() if isinstance(module, LinearFP8)}
+    """By the state dict, which keeps the names of layers that were merged."""
+    return {key.removesuffix(".weight") for key, tensor in model.state_dict().items() if tensor.dtype in FP8_DTYPES}
 
 
 def velocity(model):
@@ -48,10 +49,14 @@ def test_the_blocks_are_quantised_and_the_rest_is_not(quantised, tiny_folder):
     assert len(names) == 2 * 10
     # Exactly what quantising the loaded model gives.
     replace_linear_layers(wide, include="blocks")
-    for (key, ours), theirs in zip(quantised.dit.state_dict().items(), wide.state_dict().values()):
-        assert ours.dtype is theirs.dtype
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), key
-    assert torch.equal(velocity(quantised.dit), velocity(wide))
+    ours, theirs = quantised.dit.state_dict(), wide.state_dict()
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert ours[key].dtype is tensor.dtype
+        assert torch.equal(ours[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    # One product makes q, k and v.
+    assert {type(block.self_attn.qkv) for block in quantised.dit.blocks} == {LinearFP8}
+    assert_close(velocity(quantised.dit), velocity(wide), "model")
     assert quantised.loaded_as["quantize"] == "fp8"
 
 
@@ -112,6 +117,7 @@ def test_a_checkpoint_in_fp8_stays_so_without_being_asked(kind, tmp_path):
     # The time layers compute in float32.
     assert fp8_names(pipeline.dit) == set(layers[:3])
     for name in layers[:3]:
+        # One of q, k and v alone is not merged with what is wide.
         layer = pipeline.dit.get_submodule(name)
         assert layer.weight.dtype is kind
         assert torch.equal(layer.weight.float(), state[f"{name}.weight"].float())
@@ -161,7 +167,7 @@ def test_description_of_a_model(quantised):
 MEASURE = """
 import re, sys, torch
 from telefuser.core.model_loading import load_model
-from telefuser.ops.fp8_quantization import quantize_weight
+from telefuser.ops.fp8_quantization import FP8_DTYPES, quantize_weight
 from telefuser.ops.quantized_linear import replace_linear_layers
 
 def peak():
@@ -189,7 +195,7 @@ def test_the_host_never_holds_a_wide_copy(tmp_path):
     assert size == pytest.approx(96, abs=0.4)
     # Beside the model a mapping, 80 MiB when five tensors of 16 MiB were read through it, and temporaries with the
     # holes that they leave in the heap. A copy in bfloat16 would take 192 MiB and the mapping, in float32 384.
-    assert grown < size + 80 + 64, f"{grown:.0f} MiB"
+    assert grown < size + 80 + 88, f"{grown:.0f} MiB"
 
 
 @pytest.mark.gpu
