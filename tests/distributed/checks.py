@@ -16,6 +16,7 @@ from telefuser.distributed.parallelize import own_bytes
 from telefuser.models.wan_video_dit import WanModel
 from telefuser.models.wan_video_vae import WanVideoVAE
 from telefuser.ops.attention import MaskMap, SparseAttentionState, attention, long_context_attention
+from telefuser.ops.quantized_linear import WAN_HIGH_PRECISION, replace_linear_layers
 from telefuser.pipelines.decode import decode_frames
 from telefuser.pipelines.denoise import denoise
 from telefuser.pipelines.parallel_decode import decode_shared, plan_parts
@@ -227,9 +228,13 @@ def make_dit(**changes):
 
 
 @torch.inference_mode()
-def dit_errors(degrees, size, per_token, dtype=torch.float32, **changes):
+def dit_errors(degrees, size, per_token, dtype=torch.float32, fp8=False, **changes):
     """The model's error against one process, and whether every rank holds the very same result."""
     model = make_dit(**changes).to(dtype)
+    if fp8:
+        # q, k and v of merged projections are slices of one tensor.
+        replace_linear_layers(model, skip=WAN_HIGH_PRECISION)
+        model.merge_projections()
     g = torch.Generator().manual_seed(1)
     x, context = torch.randn(2, 4, *size, generator=g), torch.randn(2, 7, 16, generator=g).to(dtype)
     tokens = size[0] * size[1] * size[2] // 4
@@ -462,6 +467,7 @@ DIT = {
     "3 tokens": {"size": (1, 2, 6), "per_token": True},
     "3 heads": {"size": (1, 6, 6), "per_token": False, "dim": 36, "num_heads": 3},
     "bfloat16": {"size": (5, 2, 6), "per_token": False, "dtype": torch.bfloat16},
+    "FP8": {"size": (5, 2, 6), "per_token": False, "fp8": True},
 }
 
 FOUR = {
