@@ -1,14 +1,18 @@
 """FP8 against bfloat16: the linear layers of Wan 2.1 as the model runs them, and whole forward passes.
 
-    python -m benchmarks.fp8                       layers, then one forward of both sizes at 832x480 with 81 frames
-    python -m benchmarks.fp8 --parts layers        or forward; --sizes T2V-1.3B for one of them
+    python -m benchmarks.fp8                       layers, blocks, and one forward of both sizes, 832x480, 81 frames
+    python -m benchmarks.fp8 --parts layers        or blocks, forward; --sizes T2V-1.3B for one of them
     python -m benchmarks.fp8 --smoke               tiny, on any machine, to see that it runs; records nothing
 
-A layer is timed from its bfloat16 input on, quantising included; "product alone" has an input that is FP8 already. The
-two forwards have the same random weights and the same attention. Rivals run where torchao and diffusers are installed.
+A layer is timed from its bfloat16 input on, quantising included; "product alone" has an input that is FP8 already. A
+block without attention is what a model has of linear layers, with the norms, GELU and residual sums around them, which
+quantise for most of them. The two forwards have the same random weights and the same attention. Rivals run where
+torchao and diffusers are installed.
 """
 
 import argparse
+import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +22,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import fp8_rivals, record
-from benchmarks.block import CLASSES, GENERATED, REST, kernel_times
+from benchmarks.block import CLASSES, GENERATED, REST, inputs, kernel_times
 from benchmarks.timing import Timer
 from telefuser.core.config import AttentionConfig, AttnImplType
+from telefuser.models import wan_video_dit
 from telefuser.models.wan_video_dit import WAN_DIT_SIZES, WanModel
 from telefuser.ops import fp8_gemm
 from telefuser.ops.fp8_quantization import quantize_rows
@@ -43,6 +48,7 @@ PARTS = (
     *CLASSES.items(),
 )
 MAX_ERROR = 0.04
+PARTS_OF_RUN = ("layers", "blocks", "forward")
 
 
 def part_of(kernel: str) -> str:
@@ -72,7 +78,7 @@ def layer(columns: int, rows: int, tokens: int, timer: Timer, rivals: bool) -> l
     times = {who: timer.milliseconds(call) for who, call in calls.items()}
     # Last, for it changes `linear`.
     if rivals and fp8_rivals.HAS_TORCHAO:
-        rival = fp8_rivals.torchao_linear(linear)
+        rival = fp8_rivals.torchao_compiled(nn.Sequential(linear))
         times["torchao, compiled"] = timer.milliseconds(lambda: rival(x))
     line = ", ".join(f"{who} {ms:.3f} ms ({times['bfloat16'] / ms:.2f}x)" for who, ms in times.items())
     print(f"{case}: {line}; relative error {error:.4f}", flush=True)
@@ -82,6 +88,42 @@ def layer(columns: int, rows: int, tokens: int, timer: Timer, rivals: bool) -> l
         for who, ms in times.items()
     ]
     return [*rows_out, {"case": case, "metric": "relative error", "value": f"{error:.5f}", "unit": ""}]
+
+
+@contextlib.contextmanager
+def without_attention() -> Iterator[None]:
+    """Blocks hand their queries on in place of what these would attend to: all of a block but attention runs."""
+    kept = wan_video_dit.attention
+    wan_video_dit.attention = lambda q, k, v, **options: q
+    try:
+        yield
+    finally:
+        wan_video_dit.attention = kept
+
+
+def block(name: str, size: dict, tokens: int, timer: Timer, rivals: bool) -> list[dict]:
+    """Rows to record of a block's linear layers as the model runs them: with their norms, GELU and residual sums."""
+    case = f"{name} block without attention, {tokens} tokens"
+    ours, given = inputs(size, tokens, timer.device)
+    times = {}
+    with without_attention():
+        wanted = ours(*given) - given[0]
+        times["bfloat16"] = timer.milliseconds(lambda: ours(*given))
+        if rivals:
+            forms = {"bfloat16, compiled": lambda: torch.compile(ours, fullgraph=True)}
+            if fp8_rivals.HAS_TORCHAO:
+                forms["torchao, compiled"] = lambda: fp8_rivals.torchao_compiled(copy.deepcopy(ours))
+            for who, make in forms.items():
+                rival = make()
+                times[who] = timer.milliseconds(lambda rival=rival: rival(*given))
+        replace_linear_layers(ours)
+        ours.self_attn.merge_projections()
+        error = float((ours(*given) - given[0] - wanted).norm() / wanted.norm())
+        times["FP8"] = timer.milliseconds(lambda: ours(*given))
+    line = ", ".join(f"{who} {ms:.3f} ms ({times['bfloat16'] / ms:.2f}x)" for who, ms in times.items())
+    print(f"{case}: {line}; relative error {error:.4f}", flush=True)
+    rows = [{"case": case, "metric": who, "value": f"{ms:.4f}", "unit": "ms"} for who, ms in times.items()]
+    return [*rows, {"case": case, "metric": "relative error", "value": f"{error:.5f}", "unit": ""}]
 
 
 def random_model(size: dict, device: torch.device, attention: AttnImplType) -> WanModel:
@@ -170,6 +212,9 @@ def main(arguments: list[str] | None = None) -> None:
         if "layers" in options.parts:
             for columns, rows in layers:
                 keep(layer(columns, rows, tokens, timer, options.rivals))
+        if "blocks" in options.parts:
+            for name, size in sizes.items():
+                keep(block(name, size, tokens, timer, options.rivals))
         # A forward takes seconds; its median needs few.
         timer.repeats = min(timer.repeats, 5)
         if "forward" in options.parts:
@@ -182,7 +227,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks fp8", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="*", choices=("layers", "forward"), default=["layers", "forward"])
+    parser.add_argument("--parts", nargs="*", choices=PARTS_OF_RUN, default=PARTS_OF_RUN)
     parser.add_argument("--sizes", nargs="*", choices=sorted(WAN_DIT_SIZES), default=sorted(WAN_DIT_SIZES))
     parser.add_argument("--attention", default="auto", help="of all forwards; cudnn is one that diffusers has too")
     parser.add_argument("--compiled", action="store_true", help="our FP8 blocks under torch.compile as well")

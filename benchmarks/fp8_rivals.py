@@ -10,9 +10,8 @@ HAS_TORCHAO = find_spec("torchao") is not None
 HAS_DIFFUSERS = find_spec("diffusers") is not None
 
 
-def torchao_linear(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`linear` quantised by torchao with a scale a row of weight and input, compiled; `linear` itself is changed."""
-    model = nn.Sequential(linear)
+def torchao_compiled(model: nn.Module) -> Callable:
+    """`model`, its linear layers quantised by torchao with a scale a row of weight and input, in place, compiled."""
     _quantize(model)
     return torch.compile(model, fullgraph=True)
 

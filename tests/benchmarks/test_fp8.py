@@ -38,9 +38,17 @@ def test_smoke_runs_and_records_nothing(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "NATIVE" in out
     assert "24x48 to 32: bfloat16" in out
+    assert "smoke block without attention, 24 tokens: bfloat16" in out
     assert "smoke forward" in out
     assert "relative error of FP8 to bfloat16" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_attention_is_left_out_of_a_block_and_comes_back():
+    attention, q = fp8.wan_video_dit.attention, torch.randn(1, 3, 2, 4)
+    with fp8.without_attention():
+        assert fp8.wan_video_dit.attention(q, q + 1, q + 2, attention_config=None) is q
+    assert fp8.wan_video_dit.attention is attention
 
 
 def test_a_layer_that_computes_something_else_has_no_speed(monkeypatch):
