@@ -144,16 +144,40 @@ def start(body, size, port, folder):
     return pids
 
 
+def serve_stores(count):
+    """A process that holds so many stores: its number, their ports.
+
+    Not this process: a store has a thread, and what is forked while that asks for a host's name waits forever for the
+    resolver's lock.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        # Port 0: the system gives a free one, so that jobs beside these cannot collide with them.
+        stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(count)]
+        os.write(writer, json.dumps([store.port for store in stores]).encode())
+        os.close(writer)
+        signal.pause()
+    os.close(writer)
+    with open(reader) as ports:
+        return pid, json.load(ports)
+
+
 def main(names):
+    server, ports = serve_stores(len(names))
+    try:
+        return run(dict(zip(names, ports)))
+    finally:
+        os.kill(server, signal.SIGKILL)
+
+
+def run(ports):
     with tempfile.TemporaryDirectory() as top:
         processes, found = {}, {}
-        # Port 0: the system gives a free one, so that jobs beside these cannot collide with them. All before the first
-        # fork, for a store has a thread, and a process forked while it works may get a lock that nobody opens.
-        stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in names]
-        for name, store in zip(names, stores):
+        for name, port in ports.items():
             folder = Path(top) / name
             folder.mkdir()
-            pids = start(*SCENARIOS[name], store.port, folder)
+            pids = start(*SCENARIOS[name], port, folder)
             found[name] = {"codes": [None] * len(pids), "last": 0.0, "first": None}
             processes.update({pid: (name, rank) for rank, pid in enumerate(pids)})
         while processes:
