@@ -173,14 +173,20 @@ class LinearFP8(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # pickle cannot bring back an FP8 storage (torch.save can); bytes it can.
-        weight = self.weight.detach()
-        parameters = {**self._parameters, "weight": weight.view(torch.uint8)}
-        return {**self.__dict__, "_parameters": parameters, "_weight_dtype": weight.dtype}
+        weight, slots = self.weight.detach(), self._slots_of_weight(self.__dict__)
+        tensors = {**self.__dict__[slots], "weight": weight.view(torch.uint8)}
+        return {**self.__dict__, slots: tensors, "_weight_dtype": weight.dtype}
 
     def __setstate__(self, state: dict[str, Any]):
-        dtype = state.pop("_weight_dtype")
-        state["_parameters"]["weight"] = _constant(state["_parameters"]["weight"].view(dtype))
+        dtype, slots = state.pop("_weight_dtype"), self._slots_of_weight(state)
+        weight = state[slots]["weight"].view(dtype)
+        state[slots]["weight"] = _constant(weight) if slots == "_parameters" else weight
         super().__setstate__(state)
+
+    @staticmethod
+    def _slots_of_weight(state: dict[str, Any]) -> str:
+        """`convert_params_to_buffers` can make a buffer of it."""
+        return "_parameters" if "weight" in state["_parameters"] else "_buffers"
 
     def __deepcopy__(self, memo: dict) -> "LinearFP8":
         # Not by way of the bytes: layers that share a weight share it in the copy too.
