@@ -302,23 +302,42 @@ def merge_children(parent: nn.Module, names: Sequence[str], merged: str) -> None
     parent.register_load_state_dict_pre_hook(functools.partial(_join_keys, merged, parts))
 
 
+_STORED = ("weight", "weight_scale", "bias")
+
+
 def _split_keys(merged: str, parts: dict[str, int], module: nn.Module, state: dict, prefix: str, *rest: Any) -> None:
     """A state dict with a merged layer becomes one with its parts, as views of it."""
-    for kind in ("weight", "weight_scale", "bias"):
+    for kind in _STORED:
         tensor = state.pop(f"{prefix}{merged}.{kind}", None)
         if tensor is not None:
             state.update({f"{prefix}{name}.{kind}": t for name, t in zip(parts, tensor.split(list(parts.values())))})
 
 
 def _join_keys(merged: str, parts: dict[str, int], module: nn.Module, state: dict, prefix: str, *rest: Any) -> None:
-    """And back. What is missing is said of the merged layer."""
-    for kind in ("weight", "weight_scale", "bias"):
-        keys = {f"{prefix}{name}.{kind}": rows for name, rows in parts.items()}
-        if all(key in state for key in keys):
-            tensors = [state.pop(key) for key in keys]
-            if kind == "weight_scale":
-                tensors = [_column(tensor, rows) for tensor, rows in zip(tensors, keys.values())]
-            state[f"{prefix}{merged}.{kind}"] = _joined(tensors)
+    """And back: each part loads its keys as the layer that it was, so that errors and missing keys are said of it."""
+    layer = getattr(module, merged)
+    # Around the memory of `layer`: what they copy in arrives there, and no second weight exists.
+    views = dict(zip(parts, _split(layer, list(parts.values()))))
+    for name, view in views.items():
+        part = f"{prefix}{name}."
+        view._load_from_state_dict(state, part, *rest)
+        for key in [key for key in state if key.startswith(part)]:
+            del state[key]
+    # For PyTorch, which loads `layer` next and misses nothing. With assign=True the views hold what was given.
+    for kind in _STORED:
+        tensor = getattr(layer, kind)
+        if tensor is not None:
+            given = [getattr(view, kind) for view in views.values()]
+            state[f"{prefix}{merged}.{kind}"] = _joined(given) if rest[0].get("assign_to_params_buffers") else tensor
+
+
+def _split(layer: LinearFP8, sizes: list[int]) -> list[LinearFP8]:
+    """`layer` as layers of so many rows, which share its memory."""
+    tensors = layer.weight, layer.weight_scale, layer.bias
+    weights, scales, biases = (None if t is None else t.detach().split(sizes) for t in tensors)
+    biases = [None] * len(sizes) if biases is None else biases
+    given = zip(weights, scales, biases)
+    return [LinearFP8.from_quantized(weight, scale, bias, layer.compute_dtype) for weight, scale, bias in given]
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

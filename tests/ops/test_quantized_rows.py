@@ -167,9 +167,55 @@ def test_state_dicts_of_merged_children_are_those_of_the_parts(bias):
     assert torch.equal(twin[0].all.weight[48:96].view(torch.uint8), other["0.k.weight"].view(torch.uint8))
     assert twin[0].all.weight_scale[48:96].eq(0.5).all()
     assert not torch.equal(twin[0].all.weight.view(torch.uint8), model[0].all.weight.view(torch.uint8))
-    for missing in ("0.v.weight", "0.q.weight_scale"):
-        with pytest.raises(RuntimeError, match=missing.rpartition(".")[2]):
-            twin.load_state_dict({key: tensor for key, tensor in before.items() if key != missing})
+
+
+def same_state(model, other):
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[key].view(torch.uint8), theirs[key].view(torch.uint8)) for key in ours)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_merged_children_load_as_the_layers_that_they_were(assign):
+    """Whatever a state dict lacks, adds or spells differently, what the parts alone made of it is what happens."""
+    changes = {
+        "whole": lambda state: None,
+        "another kind": lambda state: state.update({"q.weight": state["q.weight"].float().to(torch.float8_e5m2)}),
+        "one scale": lambda state: state.update({"v.weight_scale": torch.tensor(0.25)}),
+        "one part alone": lambda state: [state.pop(key) for key in list(state) if key[0] != "k"],
+        "biases alone": lambda state: [state.pop(key) for key in list(state) if "bias" not in key],
+        "no scale": lambda state: state.pop("q.weight_scale"),
+        "a wide weight": lambda state: state.update({"v.weight": torch.randn(32, 64)}),
+        "rows": lambda state: state.update({key.translate({107: 118, 118: 107}): state[key] for key in list(state)}),
+        "columns": lambda state: state.update({"k.weight": state["k.weight"][:, :32]}),
+        "scales": lambda state: state.update({"k.weight_scale": torch.ones(3, 1)}),
+        "more": lambda state: state.update({"k.more": torch.ones(1)}),
+    }
+    for name, change in changes.items():
+        alone = parent()
+        state = parent().state_dict()
+        change(state)
+        model, strict = copy.deepcopy(alone), "alone" not in name
+        merge_children(model, "qkv", "all")
+        given, outcomes = copy.deepcopy(state), []
+        for kind in (alone, model):
+            try:
+                result = kind.load_state_dict(state, strict=strict, assign=assign)
+                outcomes.append((sorted(result.missing_keys), sorted(result.unexpected_keys)))
+            except RuntimeError as error:
+                outcomes.append(sorted(str(error).splitlines()))
+        assert outcomes[0] == outcomes[1], name
+        assert same_state(model, alone), name
+        # What the caller holds is left as it is.
+        assert all(torch.equal(state[key].float(), given[key].float()) for key in given), name
+
+
+def test_merged_children_on_meta_get_what_is_assigned():
+    model, filled = parent(), parent()
+    merge_children(model.to("meta"), "qkv", "all")
+    model.load_state_dict(filled.state_dict(), assign=True)
+    assert same_state(model, filled)
+    assert model.all.weight.device.type == "cpu"
 
 
 def test_children_of_different_kinds_are_not_merged():
