@@ -21,8 +21,9 @@ from telefuser.core.config import AttentionConfig
 from telefuser.ops.activations import GELUTanh
 from telefuser.ops.attention import SparseAttentionState, attention, long_context_attention
 from telefuser.ops.ffn import linear_gelu_tanh
+from telefuser.ops.merged_linear import merge_children
 from telefuser.ops.normalization import LayerNorm, RMSNorm
-from telefuser.ops.quantized_linear import LinearFP8, merge_children
+from telefuser.ops.quantized_linear import LinearFP8
 from telefuser.ops.quantized_rows import QuantizedRows
 from telefuser.ops.residual_norm import add_gated, add_layer_norm_modulate, layer_norm_modulate
 from telefuser.ops.rotary import rms_norm_rotary
