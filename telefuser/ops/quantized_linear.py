@@ -84,8 +84,12 @@ class LinearFP8(nn.Module):
         """A layer around an FP8 weight [out, in] as it is, with its scale [out, 1], [out] or a single number.
 
         dtype: the `compute_dtype` of a layer without bias.
+        Raises ValueError for another dtype or shape, such as a scale a block.
         """
         _check_dtype("the weight", weight.dtype)
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            found = tuple(weight.shape), None if bias is None else tuple(bias.shape)
+            raise ValueError(f"weight and bias have shapes {found[0]} and {found[1]}; give [out, in] and [out] or None")
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._assemble(weight.contiguous(), _column(weight_scale, weight.shape[0]), bias, dtype)
@@ -207,7 +211,7 @@ class LinearFP8(nn.Module):
         if weight is not None and scale is None:
             error_msgs.append(f"{prefix}weight is FP8 without {prefix}weight_scale; its values are unknown")
             return
-        if weight is not None and weight.shape == self.weight.shape and scale.numel() in (1, self.out_features):
+        if weight is not None and weight.shape == self.weight.shape and _scales_rows(scale, self.out_features):
             scale = _column(scale, self.out_features)
             if weight.dtype is not self.weight.dtype and not weight.is_meta:
                 weight, scale = quantize_weight(dequantize_rows(weight, scale, torch.float32), self.weight.dtype)
@@ -230,9 +234,14 @@ def _check_dtype(what: str, dtype: Any) -> None:
         raise ValueError(f"{what} is {dtype}; choose one of {', '.join(map(str, FP8_DTYPES))}")
 
 
+def _scales_rows(scale: torch.Tensor, rows: int) -> bool:
+    """By its shape: scales of blocks can be as many as rows."""
+    return scale.numel() == 1 or scale.shape in ((rows,), (rows, 1))
+
+
 def _column(scale: torch.Tensor, rows: int) -> torch.Tensor:
     """A scale of shape [], [1], [out] or [out, 1] as [out, 1] float32."""
-    if scale.numel() not in (1, rows):
+    if not _scales_rows(scale, rows):
         raise ValueError(f"weight_scale has shape {tuple(scale.shape)}; give one number a row ({rows}) or a single one")
     if scale.shape == (rows, 1) and scale.dtype is torch.float32:
         return scale
