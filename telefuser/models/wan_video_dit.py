@@ -21,8 +21,9 @@ from telefuser.core.config import AttentionConfig
 from telefuser.ops.activations import GELUTanh
 from telefuser.ops.attention import SparseAttentionState, attention, long_context_attention
 from telefuser.ops.ffn import linear_gelu_tanh
+from telefuser.ops.merged_linear import merge_children
 from telefuser.ops.normalization import LayerNorm, RMSNorm
-from telefuser.ops.quantized_linear import LinearFP8, merge_children
+from telefuser.ops.quantized_linear import LinearFP8
 from telefuser.ops.quantized_rows import QuantizedRows
 from telefuser.ops.residual_norm import add_gated, add_layer_norm_modulate, layer_norm_modulate
 from telefuser.ops.rotary import rms_norm_rotary
@@ -195,6 +196,8 @@ class CrossAttention(SelfAttention):
 
     def project_context(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, L, N, D] of the embedded text; they depend on neither the latents nor the timestep."""
+        # Not one product in FP8 either: it runs once a prompt, and the values, kept for all steps, would be a part of
+        # its result and keep the unnormed keys alive too, 0.2 GiB a prompt in the 14B.
         return self.split_heads(self.norm_k(self.k(text))), self.split_heads(self.v(text))
 
     def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:

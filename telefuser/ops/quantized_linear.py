@@ -4,10 +4,9 @@ Inference only: the weight is a constant. A gradient reaches the input and the b
 """
 
 import copy
-import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,8 +84,12 @@ class LinearFP8(nn.Module):
         """A layer around an FP8 weight [out, in] as it is, with its scale [out, 1], [out] or a single number.
 
         dtype: the `compute_dtype` of a layer without bias.
+        Raises ValueError for another dtype or shape, such as a scale a block.
         """
         _check_dtype("the weight", weight.dtype)
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            found = tuple(weight.shape), None if bias is None else tuple(bias.shape)
+            raise ValueError(f"weight and bias have shapes {found[0]} and {found[1]}; give [out, in] and [out] or None")
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._assemble(weight.contiguous(), _column(weight_scale, weight.shape[0]), bias, dtype)
@@ -173,14 +176,20 @@ class LinearFP8(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # pickle cannot bring back an FP8 storage (torch.save can); bytes it can.
-        weight = self.weight.detach()
-        parameters = {**self._parameters, "weight": weight.view(torch.uint8)}
-        return {**self.__dict__, "_parameters": parameters, "_weight_dtype": weight.dtype}
+        weight, slots = self.weight.detach(), self._slots_of_weight(self.__dict__)
+        tensors = {**self.__dict__[slots], "weight": weight.view(torch.uint8)}
+        return {**self.__dict__, slots: tensors, "_weight_dtype": weight.dtype}
 
     def __setstate__(self, state: dict[str, Any]):
-        dtype = state.pop("_weight_dtype")
-        state["_parameters"]["weight"] = _constant(state["_parameters"]["weight"].view(dtype))
+        dtype, slots = state.pop("_weight_dtype"), self._slots_of_weight(state)
+        weight = state[slots]["weight"].view(dtype)
+        state[slots]["weight"] = _constant(weight) if slots == "_parameters" else weight
         super().__setstate__(state)
+
+    @staticmethod
+    def _slots_of_weight(state: dict[str, Any]) -> str:
+        """`convert_params_to_buffers` can make a buffer of it."""
+        return "_parameters" if "weight" in state["_parameters"] else "_buffers"
 
     def __deepcopy__(self, memo: dict) -> "LinearFP8":
         # Not by way of the bytes: layers that share a weight share it in the copy too.
@@ -202,7 +211,7 @@ class LinearFP8(nn.Module):
         if weight is not None and scale is None:
             error_msgs.append(f"{prefix}weight is FP8 without {prefix}weight_scale; its values are unknown")
             return
-        if weight is not None and weight.shape == self.weight.shape and scale.numel() in (1, self.out_features):
+        if weight is not None and weight.shape == self.weight.shape and _scales_rows(scale, self.out_features):
             scale = _column(scale, self.out_features)
             if weight.dtype is not self.weight.dtype and not weight.is_meta:
                 weight, scale = quantize_weight(dequantize_rows(weight, scale, torch.float32), self.weight.dtype)
@@ -225,9 +234,14 @@ def _check_dtype(what: str, dtype: Any) -> None:
         raise ValueError(f"{what} is {dtype}; choose one of {', '.join(map(str, FP8_DTYPES))}")
 
 
+def _scales_rows(scale: torch.Tensor, rows: int) -> bool:
+    """By its shape: scales of blocks can be as many as rows."""
+    return scale.numel() == 1 or scale.shape in ((rows,), (rows, 1))
+
+
 def _column(scale: torch.Tensor, rows: int) -> torch.Tensor:
     """A scale of shape [], [1], [out] or [out, 1] as [out, 1] float32."""
-    if scale.numel() not in (1, rows):
+    if not _scales_rows(scale, rows):
         raise ValueError(f"weight_scale has shape {tuple(scale.shape)}; give one number a row ({rows}) or a single one")
     if scale.shape == (rows, 1) and scale.dtype is torch.float32:
         return scale
@@ -246,81 +260,6 @@ def _autocast_or(dtype: torch.dtype, device_type: str) -> torch.dtype:
     if dtype is not torch.float64 and device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return dtype
-
-
-def merge_linears(layers: Sequence[LinearFP8]) -> LinearFP8:
-    """One layer that gives what `layers` give on the same input, side by side in the last dimension.
-
-    Rows of a weight have scales of their own, so every value is that of its layer alone. The layers stay as they are:
-    weights exist twice until the caller drops them. Where some have a bias, the others get one of zeros.
-    Raises ValueError for no layer, one that is no LinearFP8, or layers of different in_features, FP8 dtype or device.
-    """
-    layers = list(layers)
-    if not layers or not all(isinstance(layer, LinearFP8) for layer in layers):
-        found = ", ".join(type(layer).__name__ for layer in layers) or "none"
-        raise ValueError(f"merge_linears joins one LinearFP8 or more, got {found}; call replace_linear_layers first")
-    first = layers[0]
-    for layer in layers:
-        kind = (layer.in_features, layer.weight.dtype, layer.weight.device)
-        if kind != (first.in_features, first.weight.dtype, first.weight.device):
-            raise ValueError(
-                f"merge_linears joins layers that take the same input in the same way; got {first.in_features} "
-                f"features, {first.weight.dtype} on {first.weight.device} beside {kind[0]}, {kind[1]} on {kind[2]}"
-            )
-    with torch.no_grad():
-        weight = _joined([layer.weight for layer in layers])
-        scale, bias = torch.cat([layer.weight_scale for layer in layers]), None
-        if any(layer.bias is not None for layer in layers):
-            wide = next(layer.bias for layer in layers if layer.bias is not None)
-            zeros = [wide.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
-            bias = torch.cat(zeros)
-    merged = LinearFP8.from_quantized(weight, scale, bias, first.compute_dtype).train(first.training)
-    merged.num_parts = sum(layer.num_parts for layer in layers)
-    return merged
-
-
-def merge_children(parent: nn.Module, names: Sequence[str], merged: str) -> None:
-    """Replace the LinearFP8s `names` of `parent` by the one that `merge_linears` makes of them, as its child `merged`.
-
-    State dicts keep the keys of the single layers, written and read. The old weights are freed. ValueError as for
-    `merge_linears`, and where only some have a bias.
-    """
-    layers = [getattr(parent, name) for name in names]
-    if len({getattr(layer, "bias", None) is None for layer in layers}) > 1:
-        raise ValueError(f"{', '.join(names)}: some have a bias and some have none; merge_children joins layers alike")
-    setattr(parent, merged, merge_linears(layers))
-    parts = {name: layer.out_features for name, layer in zip(names, layers)}
-    for name in names:
-        delattr(parent, name)
-    parent.register_state_dict_post_hook(functools.partial(_split_keys, merged, parts))
-    parent.register_load_state_dict_pre_hook(functools.partial(_join_keys, merged, parts))
-
-
-def _split_keys(merged: str, parts: dict[str, int], module: nn.Module, state: dict, prefix: str, *rest: Any) -> None:
-    """A state dict with a merged layer becomes one with its parts, as views of it."""
-    for kind in ("weight", "weight_scale", "bias"):
-        tensor = state.pop(f"{prefix}{merged}.{kind}", None)
-        if tensor is not None:
-            state.update({f"{prefix}{name}.{kind}": t for name, t in zip(parts, tensor.split(list(parts.values())))})
-
-
-def _join_keys(merged: str, parts: dict[str, int], module: nn.Module, state: dict, prefix: str, *rest: Any) -> None:
-    """And back. What is missing is said of the merged layer."""
-    for kind in ("weight", "weight_scale", "bias"):
-        keys = {f"{prefix}{name}.{kind}": rows for name, rows in parts.items()}
-        if all(key in state for key in keys):
-            tensors = [state.pop(key) for key in keys]
-            if kind == "weight_scale":
-                tensors = [_column(tensor, rows) for tensor, rows in zip(tensors, keys.values())]
-            state[f"{prefix}{merged}.{kind}"] = _joined(tensors)
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensors one after another; torch.cat has no FP8 form on some devices, bytes it joins everywhere."""
-    dtype = parts[0].dtype
-    if dtype not in FP8_DTYPES or any(part.dtype is not dtype for part in parts):
-        return torch.cat(list(parts))
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from telefuser.distributed import announced, choose_parallel_config, create_devi
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from telefuser.core.wan_component import Component
+
 
 def check_parallel(parallel: ParallelConfig | str | None, offload: bool | None, quantize: Any) -> None:
     """Raises ValueError for a value or a combination that the pipeline does not take."""
@@ -28,6 +30,16 @@ def check_parallel(parallel: ParallelConfig | str | None, offload: bool | None, 
     if parallel.enable_fsdp and (offload or quantize is not None):
         other = "offload" if offload else "quantize"
         raise ValueError(f"enable_fsdp and {other} do not go together: leave out one of the two")
+
+
+def check_weights(parallel: ParallelConfig | str | None, dit: Component) -> None:
+    """Raises ValueError for a transformer whose files cannot be spread over the processes, before they are read."""
+    spreads = isinstance(parallel, ParallelConfig) and parallel.enable_fsdp and parallel.world_size > 1
+    if spreads and dit.fp8_layers:
+        raise ValueError(
+            f"{dit.files[0]}: holds FP8 weights ({len(dit.fp8_layers)} layers), and enable_fsdp spreads those of 16 or "
+            "32 bits: leave it out, or use the bf16, fp16 or fp32 weights"
+        )
 
 
 def make_mesh(

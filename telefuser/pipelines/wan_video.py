@@ -173,6 +173,7 @@ class WanPipeline:
         impl = attention.attn_impl if isinstance(attention, AttentionConfig) else AttnImplType.parse(attention)
         parallelism.check_parallel(parallel, offload, quantize)
         found = checkpoint.inspect(path_or_id).require_usable()
+        parallelism.check_weights(parallel, found.dit)
         tokenizer = _tokenizer(found)
         if problems := _refused_settings(found):
             raise CheckpointError(problems[0])
@@ -193,6 +194,8 @@ class WanPipeline:
                 quantize=quantize_weight,
             )
             dit.merge_projections()
+            # The 14B's single weights, 3 GiB of 25 MiB each, are too small for what is allocated next.
+            platforms.platform_of(home).empty_cache()
             if not impl.takes_sparse_config:
                 dense = attention if isinstance(attention, AttentionConfig) else AttentionConfig(attn_impl=impl)
                 dit.set_attention_config(dense)

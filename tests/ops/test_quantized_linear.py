@@ -279,19 +279,21 @@ def saved(model):
 
 
 @pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("buffers", ["none", "wide", "all"])
 def test_copies_compute_the_same(how, buffers):
     # B92
     model, x = Nested().eval(), torch.randn(3, 32)
     replace_linear_layers(model)
-    model = convert_params_to_buffers(model) if buffers else model
+    if buffers != "none":
+        convert_params_to_buffers(model, ignore_dtype=(E4M3,) if buffers == "wide" else ())
     twin = COPIES[how](model)
     assert all(same(value, twin.state_dict()[key]) for key, value in model.state_dict().items())
     assert torch.equal(twin(x), model(x))
     with torch.no_grad():
         twin.first.bias.add_(1)
     assert not torch.equal(twin(x), model(x))
-    assert isinstance(model.first.weight, nn.Parameter)
+    assert isinstance(model.first.weight, nn.Parameter) == (buffers != "all")
+    assert [name for name, _ in twin.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
 @pytest.mark.parametrize("buffers", [False, True])
@@ -350,8 +352,23 @@ def test_published_scales_of_any_shape(shape):
     other = LinearFP8(nn.Linear(64, 32, bias=False))
     other.load_state_dict({"weight": weight, "weight_scale": scale.half()})
     assert torch.equal(other.dequantize(), layer.dequantize())
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 32), (8, 4), (4, 8)])
+def test_scales_of_other_things_than_rows_are_refused(shape):
+    # Blocks of 4 x 16 are as many as the rows.
+    weight, layer = torch.randn(32, 64).to(E4M3), LinearFP8(nn.Linear(64, 32, bias=False))
     with pytest.raises(ValueError, match="one number a row"):
-        LinearFP8.from_quantized(weight, torch.ones(3))
+        LinearFP8.from_quantized(weight, torch.ones(shape))
+    with pytest.raises(RuntimeError, match="size mismatch for weight_scale"):
+        layer.load_state_dict({"weight": weight, "weight_scale": torch.ones(shape)})
+
+
+@pytest.mark.parametrize("shapes", [((64,), None), ((2, 32, 64), None), ((32, 64), (31,)), ((32, 64), (1, 32))])
+def test_parts_of_a_layer_that_do_not_fit_are_refused(shapes):
+    weight, bias = (None if shape is None else torch.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=r"give \[out, in\] and \[out\]"):
+        LinearFP8.from_quantized(weight.to(E4M3), torch.ones(1), bias)
 
 
 def test_meta_model_is_filled_from_a_checkpoint():

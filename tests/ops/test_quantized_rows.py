@@ -1,14 +1,13 @@
-"""`LinearFP8` fed with rows that are quantised already, and several layers merged into one."""
+"""`LinearFP8` fed with rows that are quantised already."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from telefuser.ops.fp8_quantization import dequantize_rows, quantize_rows
-from telefuser.ops.quantized_linear import LinearFP8, merge_children, merge_linears
+from telefuser.ops.quantized_linear import LinearFP8
 from telefuser.ops.quantized_rows import QuantizedRows
 from tests.ops.fp8_machines import fresh_table, gpu
 from tests.tolerances import assert_close
@@ -109,72 +108,3 @@ def test_rows_pass_through_one_graph(backend, machine):
     with torch.no_grad():
         out = torch.compile(quantised_by_the_producer, backend=backend, fullgraph=True)(x)
         assert_close(out, quantised_by_the_producer(x), "matmul")
-
-
-# Several layers as one
-
-
-@pytest.mark.parametrize("bias", [(True, True, True), (False, False, False), (True, False, True)])
-def test_merged_layers_give_what_each_gives_alone(bias, machine):
-    layers = [LinearFP8(nn.Linear(64, n, bias=b).bfloat16()) for n, b in zip((48, 48, 32), bias)]
-    merged = merge_linears(layers)
-    assert (merged.in_features, merged.out_features) == (64, 128)
-    assert (merged.bias is not None) == any(bias)
-    assert not any(parameter.requires_grad for parameter in merged.parameters())
-    x = torch.randn(2, 7, 64).bfloat16()
-    for given in (x, rows_of(x)):
-        parts = merged(given).split([48, 48, 32], dim=-1)
-        for part, layer in zip(parts, layers):
-            # The scales are those of the rows, so only the order of a sum can differ.
-            assert_close(part, layer(given), "matmul")
-    assert torch.equal(merged.dequantize(), torch.cat([layer.dequantize() for layer in layers]))
-
-
-def test_layers_that_do_not_belong_together_are_refused():
-    layer = LinearFP8(nn.Linear(64, 32))
-    with pytest.raises(ValueError, match=r"Linear; call replace_linear_layers"):
-        merge_linears([layer, nn.Linear(64, 32)])
-    with pytest.raises(ValueError, match="none"):
-        merge_linears([])
-    with pytest.raises(ValueError, match=r"64 features.*beside 32"):
-        merge_linears([layer, LinearFP8(nn.Linear(32, 32))])
-    with pytest.raises(ValueError, match="e5m2"):
-        merge_linears([layer, LinearFP8(nn.Linear(64, 32), torch.float8_e5m2)])
-
-
-def parent(sizes=(48, 48, 32), bias=True):
-    made = nn.Module()
-    for name, size in zip("qkv", sizes):
-        made.add_module(name, LinearFP8(nn.Linear(64, size, bias=bias).bfloat16()))
-    return made
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_state_dicts_of_merged_children_are_those_of_the_parts(bias):
-    model = nn.Sequential(parent(bias=bias))
-    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    merge_children(model[0], "qkv", "all")
-    assert [name for name, _ in model[0].named_children()] == ["all"]
-    twin = copy.deepcopy(model)
-    for kept in (model, twin, pickle.loads(pickle.dumps(model))):
-        state = kept.state_dict()
-        assert state.keys() == before.keys()
-        assert all(torch.equal(state[key].view(torch.uint8), before[key].view(torch.uint8)) for key in before)
-    # Back in, also with a scale of one number, and nothing else than the parts.
-    other = nn.Sequential(parent(bias=bias)).state_dict()
-    other["0.k.weight_scale"] = torch.tensor(0.5)
-    twin.load_state_dict(other)
-    assert torch.equal(twin[0].all.weight[48:96].view(torch.uint8), other["0.k.weight"].view(torch.uint8))
-    assert twin[0].all.weight_scale[48:96].eq(0.5).all()
-    assert not torch.equal(twin[0].all.weight.view(torch.uint8), model[0].all.weight.view(torch.uint8))
-    for missing in ("0.v.weight", "0.q.weight_scale"):
-        with pytest.raises(RuntimeError, match=missing.rpartition(".")[2]):
-            twin.load_state_dict({key: tensor for key, tensor in before.items() if key != missing})
-
-
-def test_children_of_different_kinds_are_not_merged():
-    mixed = parent()
-    mixed.v = LinearFP8(nn.Linear(64, 32, bias=False).bfloat16())
-    with pytest.raises(ValueError, match="some have none"):
-        merge_children(mixed, "qkv", "all")
-    assert [name for name, _ in mixed.named_children()] == ["q", "k", "v"]

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from telefuser.core import checkpoint
-from telefuser.core.config import QuantConfig, QuantType
+from telefuser.core.config import ParallelConfig, QuantConfig, QuantType
 from telefuser.core.model_loading import load_model
+from telefuser.core.wan_component import Component
 from telefuser.models.wan_video_dit import WAN_DIT_SIZES, WanModel
 from telefuser.ops.fp8_quantization import FP8_DTYPES, quantize_weight
 from telefuser.ops.quantized_linear import LinearFP8, replace_linear_layers
@@ -129,6 +130,25 @@ def test_a_checkpoint_in_fp8_stays_so_without_being_asked(kind, tmp_path):
     assert len(fp8_names(both)) == 2 * 10 + 1
     assert both.blocks[0].ffn[0].weight.dtype is kind
     assert both.blocks[0].ffn[2].weight.dtype is E4M3
+
+
+def test_a_saved_state_dict_is_a_checkpoint(quantised, tmp_path):
+    # B86: its layers are the official ones, whatever is merged in memory
+    folder, state = write_checkpoint(tmp_path / "wan"), quantised.dit.state_dict()
+    save_file(state, folder / "diffusion_pytorch_model.safetensors")
+    again = WanPipeline.from_pretrained(folder, device="cpu").dit
+    assert all(torch.equal(state[key].view(torch.uint8), t.view(torch.uint8)) for key, t in again.state_dict().items())
+    assert again.blocks[1].self_attn.qkv is not None
+    assert torch.equal(velocity(again), velocity(quantised.dit))
+
+
+def test_a_checkpoint_in_fp8_is_not_spread_before_it_is_read(tmp_path, monkeypatch):
+    folder = write_checkpoint(tmp_path / "wan")
+    store_in_fp8(folder, E4M3, ["blocks.0.ffn.0"])
+    monkeypatch.setattr(Component, "load", lambda *args, **options: pytest.fail("weights were read"))
+    spread = ParallelConfig(sp_ulysses_degree=2, enable_fsdp=True)
+    with pytest.raises(ValueError, match=r"safetensors: holds FP8 weights .1 layers., and enable_fsdp"):
+        WanPipeline.from_pretrained(folder, device="cpu", parallel=spread)
 
 
 # Memory
