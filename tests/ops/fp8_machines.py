@@ -45,6 +45,10 @@ class SimCuda(platforms.CudaPlatform):
     def device_ctx(cls, device):
         return contextlib.nullcontext()
 
+    @classmethod
+    def empty_cache(cls):
+        return None
+
 
 def scaled_product(x, weight_t, x_scale, weight_scale, dtype, bias=None):
     """What every FP8 GEMM computes, in float64, with the layouts that they all ask for."""
