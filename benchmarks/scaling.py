@@ -29,6 +29,7 @@ from benchmarks.scaling_model import Costs, Split, Work, efficiency, fit
 from telefuser import platforms
 from telefuser.core.config import ParallelConfig
 from telefuser.distributed import Job, comm, create_device_mesh_from_config, shard_model
+from telefuser.distributed.parallelize import spreads_on_cpu
 from telefuser.models.wan_video_dit import WAN_DIT_SIZES, WanModel
 from telefuser.models.wan_video_vae import WanVideoVAE
 from telefuser.pipelines import denoise as denoise_module
@@ -229,7 +230,8 @@ def run(options: argparse.Namespace, job: Job) -> list[dict]:
     keep(Split(), [("step", one, "s")])
     ways = splits(job.size) if job.size > 1 else []
     # Last, because it cuts the model up; with the strategy that the pipeline chooses.
-    for split in [*ways, *(Split(way.cfg, way.ulysses, way.ring, fsdp=True) for way in ways[:1])]:
+    spread = ways[:1] if bench.device.type != "cpu" or spreads_on_cpu() else []
+    for split in [*ways, *(Split(way.cfg, way.ulysses, way.ring, fsdp=True) for way in spread)]:
         keep(split, measure(bench, split, want, one, options.repeats, LIMITS[dtype]))
     if job.size > 1:
         area = (2, 24, 24) if options.smoke else latent

@@ -28,8 +28,11 @@ def shard_model(
         blocks: the name of the `nn.ModuleList` whose entries become units. The rest of the model is one more.
         methods: names of methods beside `forward` that are called from outside and read weights.
 
-    Raises ValueError without a process group, for a model without such a list, and for quantised layers.
+    Raises ValueError without a process group, for a model without such a list, for quantised layers, and on the CPU
+    where PyTorch is too old to (2.6).
     """
+    if device_type == "cpu" and not spreads_on_cpu():
+        raise ValueError(f"PyTorch {torch.__version__} has no FSDP for the CPU; take a newer one, or leave FSDP out")
     if not dist.is_initialized():
         raise ValueError(
             "FSDP needs a process group: start with `torchrun`, and make one by Job or create_device_mesh_from_config"
@@ -53,6 +56,11 @@ def shard_model(
             if hasattr(unit, name):
                 register_fsdp_forward_method(unit, name)
     return model
+
+
+def spreads_on_cpu() -> bool:
+    """Whether this PyTorch's FSDP2 runs on the CPU: it records events on streams, which 2.6 has for GPUs only."""
+    return hasattr(torch.cpu.Stream, "record_event")
 
 
 def own_bytes(model: nn.Module) -> int:

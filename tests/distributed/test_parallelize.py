@@ -2,7 +2,10 @@
 
 import pytest
 
+from telefuser.distributed.parallelize import spreads_on_cpu
 from tests.distributed import checks
+
+pytestmark = pytest.mark.skipif(not spreads_on_cpu(), reason="this PyTorch has FSDP for GPUs only")
 
 
 @pytest.mark.parametrize("name", [name for name in checks.FOUR if name.startswith("fsdp")])

@@ -5,6 +5,7 @@ import torch
 
 from telefuser.kernel.triton.fp8_gemm import FEW_ROWS, LARGE, SAFE, Tile, scaled_mm_fp8
 from telefuser.ops.fp8_quantization import quantize_weight
+from tests.kernel.compiling import unable
 from tests.platforms.simulate import in_fresh_process
 from tests.tolerances import assert_close
 
@@ -111,26 +112,17 @@ def test_refuses_what_it_would_compute_wrongly(device):
 
 
 COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from telefuser.kernel.triton.fp8_gemm import _scaled_mm_fp8_kernel as kernel
+from tests.kernel.compiling import compile_kernel
 
-backend, arch, lanes, kinds, tile = TARGET
-target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, lanes)
+*target, kinds, tile = TARGET
 for x, weight in kinds:
     for bias, even, out in ((None, True, "*bf16"), ("*bf16", False, "*fp32")):
         types = {"x": x, "weight": weight, "x_scale": "*fp32", "weight_scale": "*fp32", "bias": bias, "out": out}
         constants = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile)) | {"GROUP": 8, "EVEN_K": even}
         constants |= {"bias": None} if bias is None else {}
-        signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-        signature |= dict.fromkeys(constants, "constexpr")
-        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        # As the launcher's sizes and pointers: multiples of 16.
-        names = ("x", "weight", "out", "K")
-        attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names}
-        options = {"num_warps": tile[4], "num_stages": tile[3]}
-        built = triton.compile(ASTSource(kernel, signature, places, attrs), target=target, options=options)
+        aligned = ("x", "weight", "out", "K")
+        built = compile_kernel(kernel, target, types, constants, aligned, num_warps=tile[4], num_stages=tile[3])
         print(built.metadata.shared, flush=True)
 """
 _NVIDIA = [("*fp8e4nv", "*fp8e4nv"), ("*fp8e5", "*fp8e5"), ("*fp8e4nv", "*fp8e5")]
@@ -148,6 +140,8 @@ _NVIDIA = [("*fp8e4nv", "*fp8e4nv"), ("*fp8e5", "*fp8e5"), ("*fp8e4nv", "*fp8e5"
     ids=["sm90", "sm89", "gfx942", "gfx1201"],
 )
 def test_compiles_within_the_shared_memory_of(target, limit, tmp_path):
+    if (reason := unable(target[0])) is not None:
+        pytest.skip(reason)
     shared = in_fresh_process(
         COMPILE.replace("TARGET", repr(tuple(tuple(part) if isinstance(part, Tile) else part for part in target))),
         TRITON_INTERPRET="0",

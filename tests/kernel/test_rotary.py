@@ -17,7 +17,7 @@ def formula(x, cos, sin, interleaved=True):
     pairs = (
         x.double().unflatten(-1, (half, 2)) if interleaved else x.double().unflatten(-1, (2, half)).transpose(-1, -2)
     )
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.complex(cos.double(), sin.double()))
+    turned = torch.view_as_real(torch.complex(*pairs.unbind(-1)) * torch.complex(cos.double(), sin.double()))
     return (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
 
 

@@ -105,7 +105,7 @@ def _block_sparse_attention_kernel(
         index = tl.load(listed + tl.minimum(i + 1, key_tiles - 1))
         key = read_tile(k, start, batch, key_head, k2, k_lanes, TMA, COLUMNS, HEAD_DIM)
         # "ieee" is about float32 only, which would be rounded to 10 bits otherwise.
-        scores = tl.dot(query, key.T, input_precision="ieee")
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         weights, top, total, acc = softmax_step(scores, scale, top, total, acc)
         value = read_tile(v, start, batch, key_head, v2, v_lanes, TMA, COLUMNS, HEAD_DIM)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
@@ -119,7 +119,7 @@ def _block_sparse_attention_kernel(
             else:
                 key = tl.load(k + start.to(tl.int64) * k2 + k_lanes, mask=inside[:, None], other=0.0)
                 value = tl.load(v + start.to(tl.int64) * v2 + v_lanes, mask=inside[:, None], other=0.0)
-            scores = tl.dot(query, key.T, input_precision="ieee")
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee")
             scores = tl.where(inside[None, :], scores, float("-inf"))
             weights, top, total, acc = softmax_step(scores, scale, top, total, acc)
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")

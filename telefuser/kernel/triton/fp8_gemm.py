@@ -63,7 +63,7 @@ def _scaled_mm_fp8_kernel(
         else:
             a = tl.load(x, mask=ks[None, :] < K - start, other=0.0)
             b = tl.load(weight, mask=ks[None, :] < K - start, other=0.0)
-        total = tl.dot(a, b.T, total)
+        total = tl.dot(a, tl.trans(b), total)
         x += BLOCK_K
         weight += BLOCK_K
 

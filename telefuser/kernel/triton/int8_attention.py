@@ -55,7 +55,7 @@ def _int8_attention_kernel(
     scale = tl.load(k_scale) * row_scale
     for i in tl.range(0, whole, num_stages=STAGES):
         key = read_tile(k, i * COLUMNS, batch, key_head, k2, k_lanes, TMA, COLUMNS, HEAD_DIM)
-        scores = tl.dot(query, key.T, out_dtype=tl.int32).to(tl.float32)
+        scores = tl.dot(query, tl.trans(key), out_dtype=tl.int32).to(tl.float32)
         weights, top, total, acc = softmax_step(scores, scale, top, total, acc)
         # Read one step ahead, so that no product waits for it.
         scale = tl.load(k_scale + tl.minimum(i + 1, key_tiles - 1)) * row_scale
@@ -70,7 +70,7 @@ def _int8_attention_kernel(
         else:
             key = tl.load(k + start.to(tl.int64) * k2 + k_lanes, mask=inside[:, None], other=0)
             value = tl.load(v + start.to(tl.int64) * v2 + v_lanes, mask=inside[:, None], other=0.0)
-        scores = tl.dot(query, key.T, out_dtype=tl.int32).to(tl.float32)
+        scores = tl.dot(query, tl.trans(key), out_dtype=tl.int32).to(tl.float32)
         # Scaled first: a block of zeros has scale 0, and 0 times -inf is NaN.
         scores = tl.where(inside[None, :], scores * scale, float("-inf"))
         weights, top, total, acc = softmax_step(scores, 1.0, top, total, acc)
