@@ -16,7 +16,7 @@ from telefuser import platforms
 from telefuser.core import checkpoint
 from telefuser.core.checkpoint import Checkpoint
 from telefuser.core.config import AttnImplType
-from telefuser.distributed import Job, choose_parallel_config, numbers_of_first
+from telefuser.distributed import Job, choose_parallel_config, numbers_of_first, require_same
 from telefuser.ops import fp8_gemm
 from telefuser.pipelines import wan_quantization
 from telefuser.pipelines.attention_choice import Run, describe_attention, settle_attention
@@ -85,6 +85,8 @@ def _run(
     quantize: str | None,
 ) -> list[str]:
     device = job.device
+    choices = (list(prompts), settings, shares, sparse, model, dtype, attention, offload, quantize)
+    require_same(repr(choices), "command", device.type if job.size > 1 else None)
     if job.size == 1 and shares["enable_fsdp"]:
         raise ValueError("--fsdp spreads the weights over several processes, this is one: start it with torchrun")
     attention, dtype = AttnImplType.parse(attention), resolve_dtype(dtype, device)

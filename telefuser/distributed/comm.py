@@ -141,7 +141,7 @@ def scatter_heads(
     ]
     q, k, v = (torch.cat(parts, dim=1) for parts in zip(*_exchange(pieces, shapes, group)))
     wanted = [head // group_size - kv_start for head in range(start, stop)]
-    if num_kv and wanted != [i * num_kv // len(wanted) for i in range(len(wanted))]:
+    if num_kv and (len(wanted) % num_kv or wanted != [i * num_kv // len(wanted) for i in range(len(wanted))]):
         # `attention` wants equally many query heads for each key head.
         index = torch.tensor(wanted, device=k.device)
         k, v = k.index_select(2, index), v.index_select(2, index)

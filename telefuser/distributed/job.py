@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -14,6 +15,9 @@ import torch.distributed as dist
 
 from telefuser import platforms
 from telefuser.distributed.watch import Failure, Watch, say
+
+# All processes of a program start its jobs in the same order.
+_numbers = itertools.count()
 
 
 class JobError(RuntimeError):
@@ -100,6 +104,8 @@ class Job:
             raise ValueError("Job starts the process group itself: leave out torch.distributed.init_process_group")
         limit = timedelta(seconds=self.timeout)
         store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        # What an earlier job of this program left in the store is not for this one.
+        store = dist.PrefixStore(f"telefuser/{next(_numbers)}", store)
         watch = Watch(self.rank, self.size)
         watch.start(store, os.environ["MASTER_ADDR"], os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"])
         self._watch = watch
@@ -107,9 +113,8 @@ class Job:
         try:
             platform = platforms.platform_of(self.device)
             platform.set_device(self.device)
-            own = dist.PrefixStore("telefuser/group", store)
-            sizes = {"rank": self.rank, "world_size": self.size}
-            dist.init_process_group(platform.dist_backend, store=own, timeout=limit, **sizes)
+            own = {"store": dist.PrefixStore("group", store), "rank": self.rank, "world_size": self.size}
+            dist.init_process_group(platform.dist_backend, timeout=limit, **own)
         except BaseException as error:
             self._end_early(error)
             raise
@@ -126,6 +131,7 @@ class Job:
                 if self._watch.finish():
                     dist.destroy_process_group()
                     self._return_signals()
+                    self._watch.close()
                     return
                 error = _JobEnded()
             except BaseException as ended:
@@ -183,7 +189,10 @@ def _describe(rank: int, error: BaseException) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return Failure(rank, f"process {rank} was interrupted", code=130)
     if isinstance(error, SystemExit):
-        return Failure(rank, f"process {rank} left with code {error.code}", code=error.code or 0)
+        # `sys.exit("text")` is Python's way to say the text and leave with 1.
+        if error.code is not None and not isinstance(error.code, int):
+            return Failure(rank, f"process {rank}: {error.code}")
+        return Failure(rank, f"process {rank} left with code {error.code or 0}", code=error.code or 0)
     if not isinstance(error, Exception):
         return Failure(rank, f"process {rank} was terminated", code=143)
     text = " ".join(str(error).split())

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 SETTLE = 2.0
 # After that (or after a signal) the main thread may clean up for this long; then the process is ended from here. Below
 # 10 s together with the 5 s after which a silent host is given up.
-GRACE = 4.0
+GRACE = 3.0
 _START_LIMIT = 300.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 5000}
 
@@ -85,6 +85,8 @@ class Watch:
         self._settles_at: float | None = None
         self._signalled: Failure | None = None
         self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
         self._wakeup, self.signals = socket.socketpair()
         for end in (self._wakeup, self.signals):
             end.setblocking(False)
@@ -96,19 +98,20 @@ class Watch:
         if self.rank == 0:
             self._listen(store, is_one_host)
         else:
-            port, token = json.loads(store.get("telefuser/watch"))
+            port, token = json.loads(store.get("watch"))
             sock = socket.create_connection(("127.0.0.1" if is_one_host else host, port), timeout=60)
             sock.settimeout(None)
             self._add(0, Connection(sock), "process 0")
             name = f"process {self.rank} (pid {os.getpid()} on {socket.gethostname()})"
             self._connections[0].send({"rank": self.rank, "token": token, "name": name})
-        threading.Thread(target=self._run, name="telefuser-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="telefuser-watch", daemon=True)
+        self._thread.start()
 
     def _listen(self, store, is_one_host: bool) -> None:
         # Only what knows the token from the store may connect; on one host nothing else can reach the port at all.
         token, deadline = secrets.token_hex(16), time.monotonic() + _START_LIMIT
         with socket.create_server(("127.0.0.1" if is_one_host else "", 0)) as server:
-            store.set("telefuser/watch", json.dumps([server.getsockname()[1], token]))
+            store.set("watch", json.dumps([server.getsockname()[1], token]))
             while len(self._connections) + 1 < self.size:
                 server.settimeout(max(deadline - time.monotonic(), 0.01))
                 try:
@@ -183,15 +186,25 @@ class Watch:
             self._tell_all({"end": asdict(self.failure)})
         return self.failure
 
+    def close(self) -> None:
+        """End the thread and the connections, after `finish` has returned True."""
+        self._closed.set()
+        self._thread.join()
+        for connection in self._connections.values():
+            connection.sock.close()
+        self._selector.close()
+        self._wakeup.close()
+        self.signals.close()
+
     def is_speaker(self) -> bool:
-        """Whether this process says why the job ends: process 0, or 1 where that one is gone."""
-        died = self.failure is not None and self.failure.weight == 0
-        return self.rank == 0 or (self.rank == 1 and died and self.failure.rank == 0)
+        """Whether this process says why the job ends: process 0, or where that one is gone the first on each host."""
+        died = self.failure is not None and self.failure.weight == 0 and self.failure.rank == 0
+        return self.rank == 0 or (died and (self.rank == 1 or os.environ.get("LOCAL_RANK") == "0"))
 
     # The thread
 
     def _run(self) -> None:
-        while True:
+        while not self._closed.is_set():
             for key, _ in self._selector.select(timeout=0.2):
                 if key.data is None:
                     self._on_signals(self._wakeup.recv(64))

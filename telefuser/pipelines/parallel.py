@@ -27,6 +27,8 @@ def check_parallel(parallel: ParallelConfig | str | None, offload: bool | None, 
             f"parallel: the pipeline does not divide its work by {', '.join(unused)}; use cfg_degree, "
             "sp_ulysses_degree and sp_ring_degree"
         )
+    if parallel.enable_fsdp and parallel.world_size == 1:
+        raise ValueError("enable_fsdp spreads the weights over several processes, this is one: start it with torchrun")
     if parallel.enable_fsdp and (offload or quantize is not None):
         other = "offload" if offload else "quantize"
         raise ValueError(f"enable_fsdp and {other} do not go together: leave out one of the two")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from telefuser.distributed.agreement import gather_all
-from telefuser.distributed.comm import gather_results, split_ranges
+from telefuser.distributed.comm import split_ranges
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,12 +71,14 @@ def decode_shared(
     if share > max_share:
         _warn_once(height, width, num_processes, share)
         return None
-    rank, own, problem = dist.get_rank(), None, None
-    if rank < len(parts):
-        try:
-            own = _decode_part(vae, latents, parts[rank])
-        except (RuntimeError, ValueError) as error:  # torch.OutOfMemoryError, NonFiniteError
-            problem = error
+    rank, flat, received, problem = dist.get_rank(), None, [], None
+    try:
+        own = _decode_part(vae, latents, parts[rank]) if rank < len(parts) else None
+        flat, *received = _buffers(vae, latents, parts, num_processes)
+        if own is not None:
+            flat[: own.numel()] = own.view(-1)
+    except (RuntimeError, ValueError) as error:  # torch.OutOfMemoryError, NonFiniteError
+        problem = error
     # Asked before the frames are exchanged: a process that failed would leave the others waiting.
     outcome = 0 if problem is None else 2 if isinstance(problem, torch.OutOfMemoryError) else 1
     outcomes = [number for (number,) in gather_all([outcome], device_mesh.device_type)]
@@ -87,7 +89,8 @@ def decode_shared(
         raise problem
     if failed:
         raise RuntimeError(f"process(es) {failed} could not decode their part of the video")
-    return _assemble(vae, latents, parts, own, device_mesh)
+    dist.all_gather(received, flat)
+    return _assemble(vae, latents, parts, received)
 
 
 def _decode_part(vae: WanVideoVAE, latents: torch.Tensor, part: Part) -> torch.Tensor:
@@ -96,19 +99,29 @@ def _decode_part(vae: WanVideoVAE, latents: torch.Tensor, part: Part) -> torch.T
     return torch.cat([to_uint8(chunk[0]) for chunk in vae.decode_part_chunks(latents[None], *part)]).contiguous()
 
 
-def _assemble(vae, latents, parts: list[Part], own: torch.Tensor | None, device_mesh: DeviceMesh) -> torch.Tensor:
-    factor, (height, width) = vae.spatial_factor, latents.shape[-2:]
-    frames = 1 + (latents.shape[1] - 1) * vae.temporal_factor
-    sizes = [((part.rows[1] - part.rows[0]) * factor, (part.columns[1] - part.columns[0]) * factor) for part in parts]
-    # Backends gather equal sizes; smaller parts travel with a tail that nobody reads.
-    longest = max(h * w for h, w in sizes) * frames * 3
-    flat = torch.zeros(longest, dtype=torch.uint8, device=device_mesh.device_type)
-    if own is not None:
-        flat[: own.numel()] = own.view(-1)
-    video = torch.empty(frames, height * factor, width * factor, 3, dtype=torch.uint8)
-    for part, (h, w), received in zip(parts, sizes, gather_results(flat, dist.group.WORLD)):
-        rows, columns = (slice(start * factor, stop * factor) for start, stop in part)
-        video[:, rows, columns] = received[: frames * h * w * 3].view(frames, h, w, 3).cpu()
+def _sizes(vae: WanVideoVAE, latents: torch.Tensor, parts: list[Part]) -> tuple[int, list[tuple[int, int]]]:
+    """How many frames there are, and the height and width of each part in pixels."""
+    factor, frames = vae.spatial_factor, 1 + (latents.shape[1] - 1) * vae.temporal_factor
+    return frames, [tuple((stop - start) * factor for start, stop in part) for part in parts]
+
+
+def _buffers(vae: WanVideoVAE, latents: torch.Tensor, parts: list[Part], num_processes: int) -> list[torch.Tensor]:
+    """Room for what this process sends and for what it gets from each.
+
+    Backends gather equal sizes; smaller parts travel with a tail that nobody reads.
+    """
+    frames, sizes = _sizes(vae, latents, parts)
+    longest = max(height * width for height, width in sizes) * frames * 3
+    return [torch.zeros(longest, dtype=torch.uint8, device=latents.device) for _ in range(1 + num_processes)]
+
+
+def _assemble(vae: WanVideoVAE, latents: torch.Tensor, parts: list[Part], received: list[torch.Tensor]) -> torch.Tensor:
+    frames, sizes = _sizes(vae, latents, parts)
+    factor, (rows, columns) = vae.spatial_factor, latents.shape[-2:]
+    video = torch.empty(frames, rows * factor, columns * factor, 3, dtype=torch.uint8)
+    for part, (height, width), pixels in zip(parts, sizes, received):
+        down, across = (slice(start * factor, stop * factor) for start, stop in part)
+        video[:, down, across] = pixels[: frames * height * width * 3].view(frames, height, width, 3).cpu()
     return video
 
 

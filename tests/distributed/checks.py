@@ -17,6 +17,7 @@ from telefuser.models.wan_video_dit import WanModel
 from telefuser.models.wan_video_vae import WanVideoVAE
 from telefuser.ops.attention import MaskMap, SparseAttentionState, attention, long_context_attention
 from telefuser.ops.quantized_linear import WAN_HIGH_PRECISION, replace_linear_layers
+from telefuser.pipelines import parallel_decode
 from telefuser.pipelines.decode import decode_frames
 from telefuser.pipelines.denoise import denoise
 from telefuser.pipelines.parallel_decode import decode_shared, plan_parts
@@ -372,21 +373,24 @@ def shared_decoding(height, width, **degrees):
     return (got.int() - want.int()).abs().max().item(), want.float().std().item(), share, len(parts)
 
 
-def shared_decoding_with_a_failure(error_type):
-    """What each process gets where one part fails."""
+def shared_decoding_with_a_failure(error_type, fails_at="decode_part_chunks"):
+    """What each process gets where one fails at its part, or at the room for the exchange."""
     mesh, vae = mesh_of(sp_ulysses_degree=dist.get_world_size()), make_vae()
-    decode = vae.decode_part_chunks
+    owner = vae if fails_at == "decode_part_chunks" else parallel_decode
+    works = getattr(owner, fails_at)
 
     def fails(*args):
         if dist.get_rank() == 1:
             raise error_type("no room")
-        return decode(*args)
+        return works(*args)
 
-    vae.decode_part_chunks = fails
+    setattr(owner, fails_at, fails)
     try:
         decode_shared(vae, torch.randn(16, 2, 24, 24), mesh)
     except RuntimeError as error:
         return type(error).__name__, str(error)
+    finally:
+        setattr(owner, fails_at, works)
     return None
 
 
@@ -456,6 +460,8 @@ ATTENTION = {
     "2 heads": {"tokens": 14, "heads": 2},
     "grouped heads": {"tokens": 32, "heads": 8, "kv_heads": 2},
     "groups cut by ranks": {"tokens": 14, "heads": 6, "kv_heads": 2},
+    "groups cut within a rank": {"tokens": 14, "heads": 6, "kv_heads": 3},
+    "12 heads in 6 groups": {"tokens": 14, "heads": 12, "kv_heads": 6},
     "wide v, scale": {"tokens": 14, "heads": 4, "v_dim": 24, "scale": 0.5},
     "causal config": {"tokens": 14, "heads": 4, "attention_config": AttentionConfig(is_causal=True)},
     "bfloat16": {"tokens": 33, "heads": 4, "dtype": torch.bfloat16},
@@ -506,6 +512,7 @@ FOUR = {
     **{f"decode: {h}x{w}": partial(shared_decoding, h, w, **USP) for h, w in ((24, 24), (23, 31), (1, 40), (8, 8))},
     "decode: error": partial(shared_decoding_with_a_failure, RuntimeError),
     "decode: no memory": partial(shared_decoding_with_a_failure, torch.OutOfMemoryError),
+    "decode: no room": partial(shared_decoding_with_a_failure, torch.OutOfMemoryError, "_buffers"),
     **{f"collectives: {name}": partial(collectives_of_attention, degrees) for name, degrees in WHOLE.items()},
     "sparse": partial(sparse_error, ULYSSES_4),
     "gradient: 5 heads": partial(ulysses_gradient_error, 5),

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -46,6 +47,12 @@ def one_fails(job):
     if job.rank == 1:
         raise ValueError("the weights are odd")
     dist.barrier()
+
+
+def one_says_why_it_exits(job):
+    if job.rank == 1:
+        sys.exit("no such file: a.txt")
+    wait_in_c(job)
 
 
 def all_fail(job):
@@ -91,12 +98,14 @@ SCENARIOS = {
     "killed while gloo waits": (killed_while_gloo_waits, 3),
     "first is killed": (first_is_killed, 3),
     "one fails": (one_fails, 2),
+    "one says why it exits": (one_says_why_it_exits, 2),
     "all fail": (all_fail, 3),
     "all fail while the first saves": (all_fail_while_the_first_saves, 3),
     "interrupted": (interrupted, 2),
     "interrupted in python": (interrupted_in_python, 2),
     "all end together": (all_end_together, 3),
     "requests differ": (requests_differ, 3),
+    "another job before": (all_end_together, 3),
 }
 
 
@@ -120,6 +129,11 @@ def child(rank, size, port, body, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     code = 0
     try:
+        if folder.name == "another job before":
+            with Job("cpu", timeout=120):
+                dist.barrier()
+            names = [thread.name for thread in threading.enumerate()]
+            assert "telefuser-watch" not in names, names
         with _one_line_errors(False), Observed("cpu", timeout=120) as job:
             job.begin(folder, dist.TCPStore("127.0.0.1", port, is_master=False))
             body(job)

@@ -11,6 +11,7 @@ import torch
 
 from telefuser import platforms
 from telefuser.distributed import Job, choose_parallel_config, own_device
+from telefuser.distributed.watch import Failure, Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,6 +55,12 @@ def test_an_error_of_one_process_is_told_by_the_first(jobs):
     assert jobs["one fails"]["last"] < 10
 
 
+def test_a_text_to_exit_with_is_the_error(jobs):
+    assert jobs["one says why it exits"]["codes"] == [1, 1]
+    assert message(jobs["one says why it exits"]) == "error: process 1: no such file: a.txt"
+    assert jobs["one says why it exits"]["last"] < 10
+
+
 def test_an_error_of_all_is_told_once(jobs):
     assert jobs["all fail"]["codes"] == [1, 1, 1]
     assert message(jobs["all fail"]) == "error: steps is 0"
@@ -73,8 +80,9 @@ def test_ctrl_c_ends_all(jobs, name):
     assert jobs[name]["last"] < 10
 
 
-def test_processes_end_together_with_the_first_ones_seeds(jobs):
-    job = jobs["all end together"]
+@pytest.mark.parametrize("name", ["all end together", "another job before"])
+def test_processes_end_together_with_the_first_ones_seeds(jobs, name):
+    job = jobs[name]
     assert job["codes"] == [0, 0, 0]
     assert set(job["errors"]) == {f"{(1000, 2**63 - 1)}\n"}
     assert job["first"] >= 0.9  # the first one is at its file for a second
@@ -83,6 +91,17 @@ def test_processes_end_together_with_the_first_ones_seeds(jobs):
 def test_different_requests_are_refused_everywhere(jobs):
     assert jobs["requests differ"]["codes"] == [1, 1, 1]
     assert "process(es) [2] have another request" in message(jobs["requests differ"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "dead", "speaks"),
+    [(0, 0, 3, True), (1, 1, 3, False), (1, 1, 0, True), (2, 2, 0, False), (8, 0, 0, True), (9, 1, 0, False)],
+)
+def test_where_the_first_process_is_gone_each_host_says_so_once(rank, local_rank, dead, speaks, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    watch = Watch(rank, 16)
+    watch.failure = Failure(dead, f"process {dead} ended without a word", weight=0)
+    assert watch.is_speaker() == speaks
 
 
 def test_a_lone_process_needs_none_of_it(monkeypatch):
