@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -99,8 +100,13 @@ def name_of(split: Split) -> str:
 
 
 def mesh_of(split: Split, device: torch.device):
-    config = ParallelConfig(cfg_degree=split.cfg, sp_ulysses_degree=split.ulysses, sp_ring_degree=split.ring)
-    return create_device_mesh_from_config(config, device.type)
+    return _mesh_of(split.cfg, split.ulysses, split.ring, device.type)
+
+
+@functools.cache  # every mesh makes groups of its own, which hold memory on the device
+def _mesh_of(cfg: int, ulysses: int, ring: int, device_type: str):
+    config = ParallelConfig(cfg_degree=cfg, sp_ulysses_degree=ulysses, sp_ring_degree=ring)
+    return create_device_mesh_from_config(config, device_type)
 
 
 def make_bench(size: dict, latent: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Bench:
