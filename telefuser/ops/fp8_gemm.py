@@ -263,7 +263,7 @@ def _multiply(choice, x, x_scale, weight, weight_scale, bias, dtype):
 def _run(record, entry, x, x_scale, weight, weight_scale, bias, dtype):
     """A backend that does not write `dtype` writes its own; the bias is then added in `dtype`, so that it is exact."""
     inner = dtype if dtype in record.out_dtypes else record.out_dtypes[0]
-    bias = None if bias is None else bias.to(dtype)
+    bias = None if bias is None else bias.to(dtype).contiguous()
     product = Product(x, x_scale, weight, weight_scale, bias if inner is dtype else None, inner)
     # Some packages launch on the current GPU, not on the tensors'.
     with platforms.platform_of(x.device).device_ctx(x.device):

@@ -89,6 +89,10 @@ def test_strided_scales_and_operands(device):
     )
     scales = x_scale.expand(-1, 3)[:, 1:2]
     assert torch.equal(scaled_mm_fp8(x, scales, weight, weight_scale), scaled_mm_fp8(x, x_scale, weight, weight_scale))
+    wide = torch.randn(80, device=device)
+    for bias in (wide[::2], wide[:1].expand(40)):
+        given = x, x_scale, weight, weight_scale
+        assert torch.equal(scaled_mm_fp8(*given, bias), scaled_mm_fp8(*given, bias.clone().contiguous()))
 
 
 def test_empty(device):

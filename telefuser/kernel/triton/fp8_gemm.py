@@ -99,6 +99,7 @@ def scaled_mm_fp8(
         return out
     # Rows at multiples of 16 bytes can be read 16 bytes at a time; otherwise it is one byte at a time.
     x, weight = _padded(x), _padded(weight)
+    bias = None if bias is None else bias.contiguous()
     width = x.shape[1]
     tile = _tile(rows, x.device)
     grid = (-(-rows // tile.m) * -(-columns // tile.n),)
