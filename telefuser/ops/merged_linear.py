@@ -1,6 +1,6 @@
 """Several `LinearFP8` that take the same input as one, whose state dict stays theirs. `WanModel` calls it.
 
-One wide product is faster than several narrow ones, and quantises its input once.
+One product in place of several, which quantises its input once.
 """
 
 import functools

@@ -112,7 +112,7 @@ def _buffers(vae: WanVideoVAE, latents: torch.Tensor, parts: list[Part], num_pro
     """
     frames, sizes = _sizes(vae, latents, parts)
     longest = max(height * width for height, width in sizes) * frames * 3
-    return [torch.zeros(longest, dtype=torch.uint8, device=latents.device) for _ in range(1 + num_processes)]
+    return [torch.empty(longest, dtype=torch.uint8, device=latents.device) for _ in range(1 + num_processes)]
 
 
 def _assemble(vae: WanVideoVAE, latents: torch.Tensor, parts: list[Part], received: list[torch.Tensor]) -> torch.Tensor:

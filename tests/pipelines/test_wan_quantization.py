@@ -1,6 +1,7 @@
 """A Wan pipeline whose transformer is in FP8: which layers, from which files, in how much memory, and how close."""
 
 import logging
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from telefuser.ops.quantized_linear import LinearFP8, replace_linear_layers
 from telefuser.pipelines import placement, wan_quantization
 from telefuser.pipelines.wan_video import WanPipeline, _weight_bytes
 from tests.pipelines.conftest import DIT, write_checkpoint
-from tests.tolerances import assert_close, rel_error
+from tests.tolerances import rel_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -57,7 +58,8 @@ def test_the_blocks_are_quantised_and_the_rest_is_not(quantised, tiny_folder):
         assert torch.equal(ours[key].view(torch.uint8), tensor.view(torch.uint8)), key
     # One product makes q, k and v.
     assert {type(block.self_attn.qkv) for block in quantised.dit.blocks} == {LinearFP8}
-    assert_close(velocity(quantised.dit), velocity(wide), "model")
+    wide.merge_projections()
+    assert torch.equal(velocity(quantised.dit), velocity(wide))
     assert quantised.loaded_as["quantize"] == "fp8"
 
 
@@ -187,7 +189,7 @@ def test_description_of_a_model(quantised):
 MEASURE = """
 import re, sys, torch
 from telefuser.core.model_loading import load_model
-from telefuser.ops.fp8_quantization import FP8_DTYPES, quantize_weight
+from telefuser.ops.fp8_quantization import quantize_weight
 from telefuser.ops.quantized_linear import replace_linear_layers
 
 def peak():
@@ -210,12 +212,15 @@ def test_the_host_never_holds_a_wide_copy(tmp_path):
     save_file({f"{i}.weight": torch.ones(2048, 2048) for i in range(24)}, tmp_path / "big.safetensors")
     save_file({"0.weight": torch.ones(4, 4)}, tmp_path / "small.safetensors")
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "big.safetensors"), str(tmp_path / "small.safetensors")]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    # Blocks from a megabyte on are given back when they are freed: with glibc's moving limit it was chance how many
+    # holes were left, 242 MiB once in many runs.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     grown, size = (float(word) for word in result.stdout.split())
     assert size == pytest.approx(96, abs=0.4)
     # Beside the model a mapping, 80 MiB when five tensors of 16 MiB were read through it, and temporaries with the
     # holes that they leave in the heap. A copy in bfloat16 would take 192 MiB and the mapping, in float32 384.
-    assert grown < size + 80 + 88, f"{grown:.0f} MiB"
+    assert grown < size + 80 + 64, f"{grown:.0f} MiB"
 
 
 @pytest.mark.gpu

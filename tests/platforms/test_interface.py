@@ -93,7 +93,7 @@ print(before, held, peak())
     before, held, after = map(int, done.stdout.split())
     assert held >= before + 240 * 2**20
     if sys.platform == "linux":
-        assert after < before + 64 * 2**20
+        assert after < before + 32 * 2**20
 
 
 def test_cpu_memory_figures_are_consistent():

@@ -78,18 +78,18 @@ def _build(video_tokens, num_frame, seq_len, block_size, decay_factor, model_typ
         low, high = inside.clamp_min(0), (inside + block_size).clamp_max(size)  # [F, span], tokens of the frame
         kept, window = _pairs(num_frame, size, block_size, decay_factor, model_type, device)
 
-        rows, columns = (low[:, None, :, None], high[:, None, :, None]), (low[None, :, None, :], high[None, :, None, :])
-        window = window[:, :, None, None]
+        rows, columns = ([t.view(shape) for t in (low, high)] for shape in ((-1, 1, span, 1), (1, -1, 1, span)))
+        kept, window = (t.view(num_frame, num_frame, 1, 1) for t in (kept, window))
         seen = _columns_with(1, rows, columns, window)  # [F, F, span, span]
         full = _columns_with(block_size // 3 + 1, rows, columns, window)
         # full / seen > 0.6 in whole numbers.
-        chosen = kept[:, :, None, None] & (5 * full > 3 * seen)
+        chosen = kept & (5 * full > 3 * seen)
 
         # A frame that is not aligned may touch one block more than `span`; the rule leaves that part out. The last
         # frame may reach beyond the sequence, so the grid is built with room and cut.
         side = max(blocks, (num_frame - 1) * size // block_size + span)
         place = first[:, None] + torch.arange(span, device=device)
-        index = place[:, None, :, None] * side + place[None, :, None, :]
+        index = place.view(-1, 1, span, 1) * side + place.view(1, -1, 1, span)
         mask = torch.zeros(side * side, dtype=torch.bool, device=device)
         mask[index[chosen]] = True
         mask = mask.view(side, side)[:blocks, :blocks].contiguous()
